@@ -76,6 +76,7 @@ def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Cal
     default of an option are those of the field, its help is the field's description. A field
     without description is not an option: a kind, or a constant that results record. Options
     equal to their default are not passed on: `settings.model_fields_set` is what the user changed.
+    `arguments_of` is the inverse.
 
         @options_of(TraceSettings)
         def trace(hf_dir: Path, settings: TraceSettings) -> None: ...
@@ -107,6 +108,27 @@ def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Cal
         return from_options
 
     return decorate
+
+
+def arguments_of(settings: BaseModel) -> list[str]:
+    """Return the words that give a command of `options_of` these settings.
+
+    Defaults are stated, too: the words mean the same in a version with other defaults.
+
+    Raises:
+        ValueError: no option can give a value, such as None where another one is the default.
+    """
+    words: list[str] = []
+    for name, value in settings:
+        field, flag = type(settings).model_fields[name], name.replace("_", "-")
+        if isinstance(value, bool) and field.description:
+            # a flag that is off by default has no --no-
+            words += [f"--{flag}"] if value else [f"--no-{flag}"] * bool(field.default)
+        elif value is not None and field.description:
+            words += [f"--{flag}", str(value)]
+        elif value != field.default:
+            raise ValueError(f"no option makes {name} {value}; leave it at {field.default}")
+    return words
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -162,10 +184,10 @@ def run_command(app: typer.Typer, name: str) -> None:
     except UserError as error:
         _refuse(str(error))
     except OSError as error:  # a path of the wrong kind, without permission, or on a full disk
-        place = f"{error.filename}: " if error.filename else ""
+        location = f"{error.filename}: " if error.filename else ""
         _refuse(
-            f"{place}{error.strerror or error}; correct the path or its permissions, or free space,"
-            " and run again"
+            f"{location}{error.strerror or error}; correct the path or its permissions, or free"
+            " space, and run again"
         )
     finally:
         gc.freeze()  # the interpreter's last collection would take a second where torch is

@@ -22,13 +22,6 @@ from base.errors import UserError
 from base.libraries.locks import LOCK, PYPI_BUILD, lock_of, pins_of
 
 PROJECT = "quantdyn"
-
-
-def is_rank_zero() -> bool:
-    """Return whether this process prints for the job: rank 0, or a process without ranks."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 TRACKED_PACKAGES = (
     *("torch", "triton", "megatron-core", "deepspeed", "transformer-engine", "transformers"),
     *("tokenizers", "safetensors", "numpy", "mlflow", "gptqmodel", "llmcompressor"),
@@ -42,6 +35,11 @@ LIBRARIES = {
 }
 DRIVER = re.compile(r"\d+(\.\d+)+")  # the first version in /proc/driver/nvidia/version
 MAIN_PACKAGES = ("torch", "megatron-core")  # of a line
+
+
+def is_rank_zero() -> bool:
+    """Return whether this process prints for the job: rank 0, or a process without ranks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @cache
@@ -128,21 +126,21 @@ def software() -> dict[str, Any]:
 
     Returns:
         `packages` and `cuda`, `cudnn`, `nccl`: versions, of the libraries where torch is imported.
-        `origins`: those that are not this virtual environment's own, as `_origin` names places.
+        `origins`: those that are not this virtual environment's own, as `_origin` names them.
         `differs_from_tested`: version tested and version here of whatever is installed in another
         than the lock's; None without a lock, as in a copy that pip installed.
         `container`: that of this process, as `_container` describes it.
     """
-    path = tuple(sys.path)
-    torch, _ = _installed(("torch",), path).get("torch", ("", None))
+    search = tuple(sys.path)
+    torch, _ = _installed(("torch",), search).get("torch", ("", None))
     files = _library_files()
     tested, libraries = _tested_versions(torch.partition("+")[2]), _library_versions(files)
-    installed = _installed((*TRACKED_PACKAGES, *tested), path)
+    installed = _installed((*TRACKED_PACKAGES, *tested), search)
     versions = {name: version for name, (version, _) in installed.items()}
     tracked = {name: versions[name] for name in TRACKED_PACKAGES if name in versions}
 
-    places = {name: installed[name][1] for name in tracked} | files
-    origins = {name: _origin(place) for name, place in places.items()}
+    paths = {name: installed[name][1] for name in tracked} | files
+    origins = {name: _origin(path) for name, path in paths.items()}
     differs = {
         name: {"tested": tested[name], "here": here}
         for name, here in (versions | libraries).items()
@@ -187,7 +185,7 @@ def _installed(names: tuple[str, ...], path: tuple[str, ...]) -> dict[str, tuple
     return installed
 
 
-def _origin(place: Path) -> str | None:
+def _origin(path: Path) -> str | None:
     """Return where a package or library comes from; None: this virtual environment itself.
 
     "system" is what the Python below the environment came with, or /usr; "user" the home's
@@ -195,7 +193,7 @@ def _origin(place: Path) -> str | None:
     """
 
     def is_below(root: str) -> bool:
-        return place.resolve().is_relative_to(Path(root).resolve())
+        return path.resolve().is_relative_to(Path(root).resolve())
 
     if sys.prefix != sys.base_prefix and is_below(sys.prefix):
         return None

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from base.names import nearest
 
@@ -38,7 +39,14 @@ def explain_validation(source: str, error: ValidationError, kind: Any = None) ->
     `kind` is the type that it was to be; its fields are the names that an unknown key may mean.
     """
     problem = error.errors()[0]
-    key = ".".join(str(part) for part in problem["loc"]) or "the whole file"
+    # After a field of several kinds pydantic puts the kind's name, which is no key of the file.
+    tagged, location = set(_fields_of_kinds(kind)), problem["loc"]
+    parts = [
+        part
+        for part, before in zip(location, ("", *location), strict=False)
+        if before not in tagged
+    ]
+    key = ".".join(map(str, parts)) or "the whole file"
     if problem["type"] == "extra_forbidden":
         near = nearest(str(problem["loc"][-1]), fields_of(kind)) if problem["loc"] else None
         hint = f"did you mean {near}?" if near else "remove it or correct its spelling"
@@ -57,9 +65,21 @@ def explain_validation(source: str, error: ValidationError, kind: Any = None) ->
 
 def fields_of(kind: Any) -> Iterator[str]:
     """Yield the names of all fields of a type, and of the types of its fields."""
+    for name, _ in _all_fields(kind):
+        yield name
+
+
+def _fields_of_kinds(kind: Any) -> Iterator[str]:
+    """Yield the names of the fields that have one of several types, told by a key."""
+    for name, field in _all_fields(kind):
+        if field.discriminator:
+            yield name
+
+
+def _all_fields(kind: Any) -> Iterator[tuple[str, FieldInfo]]:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         for name, field in kind.model_fields.items():
-            yield name
-            yield from fields_of(field.annotation)
+            yield name, field
+            yield from _all_fields(field.annotation)
     for part in get_args(kind):
-        yield from fields_of(part)
+        yield from _all_fields(part)

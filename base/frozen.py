@@ -36,20 +36,27 @@ class Frozen(BaseModel):
         return copied
 
 
-def field_of(owner: type[BaseModel], name: str) -> Any:
-    """Return the field of another class, to declare the same default, limits and description.
+def in_words(settings: Frozen, *, defaults: bool = True) -> str:
+    """Return settings by name, less what is empty or off, and with or without those at defaults.
 
-    >>> class Command(Frozen):
-    ...     steps: int = 8
-    >>> class Study(Frozen):
-    ...     steps: int = field_of(Command, "steps")
-    >>> Study().steps
-    8
+    >>> class Quantizer(Frozen):
+    ...     bits: int = 4
+    ...     specs: tuple[str, ...] = ()
+    >>> in_words(Quantizer(specs=("a", "b"))), in_words(Quantizer(bits=3), defaults=False)
+    ('bits 4; specs a, b', 'bits 3')
     """
-    return owner.model_fields[name]
+    words = []
+    for name, value in settings:
+        is_default = value == type(settings).model_fields[name].default
+        if value in (None, (), False) or (is_default and not defaults):
+            continue
+        if isinstance(value, Frozen):
+            value = f"({in_words(value, defaults=defaults)})"
+        words.append(f"{name} {', '.join(map(str, value)) if isinstance(value, tuple) else value}")
+    return "; ".join(words)
 
 
-class Shown(Frozen):
+class Showable(Frozen):
     """A value whose texts figures and tables show: none holds a control character.
 
     Such a character ends the program that draws.

@@ -31,8 +31,8 @@ def has_compiler() -> bool:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One GPU as NVML shows it, with nvidia-smi's number and its UUID."""
+class VisibleGpu:
+    """A GPU as NVML shows it, with nvidia-smi's number and its UUID."""
 
     number: int
     uuid: str
@@ -54,7 +54,7 @@ class Gpu:
         )
 
 
-def gpus_here() -> list[Gpu]:
+def gpus_here() -> list[VisibleGpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES shows, in its order; UserError for none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
@@ -86,11 +86,11 @@ def has_gpu() -> bool:
         return False
 
 
-def _gpu(number: int) -> Gpu:
+def _gpu(number: int) -> VisibleGpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(number)
     # Version 2 counts the driver's reserved memory separately.
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-    return Gpu(
+    return VisibleGpu(
         number,
         pynvml.nvmlDeviceGetUUID(handle),
         pynvml.nvmlDeviceGetName(handle),
@@ -99,7 +99,7 @@ def _gpu(number: int) -> Gpu:
     )
 
 
-def _named(name: str, gpus: list[Gpu]) -> Gpu:
+def _named(name: str, gpus: list[VisibleGpu]) -> VisibleGpu:
     """Return the GPU that a word of CUDA_VISIBLE_DEVICES means: a number, or a UUID's beginning."""
     matches = [
         gpu
@@ -126,7 +126,7 @@ def near_cpus(uuid: str) -> set[int]:
     except pynvml.NVMLError:
         return set()
     return {
-        64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1
+        64 * index + bit for index, word in enumerate(words) for bit in range(64) if word >> bit & 1
     }
 
 

@@ -31,8 +31,8 @@ def _limits() -> Iterator[tuple[int, int]]:
             root, names = CGROUPS / "memory", V1
         else:
             continue
-        own = root / path.lstrip("/")
-        for directory in (own, *own.parents):
+        group = root / path.lstrip("/")
+        for directory in (group, *group.parents):
             limit, used, cached = (directory / name for name in (*names[:2], "memory.stat"))
             # Inside a container the path may be the host's, and only the root is there.
             if limit.exists() and limit.read_text().strip() != "max":

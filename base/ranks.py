@@ -16,7 +16,7 @@ ENTRIES_PER_SUM = 1 << 26  # a tensor on the host takes at most 256 MB of the GP
 
 
 class Ranks(NamedTuple):
-    """One process's rank, the number of ranks, and the device."""
+    """The rank of this process, the number of ranks, and the device that it computes on."""
 
     rank: int
     size: int
@@ -46,14 +46,14 @@ class Ranks(NamedTuple):
         if self.size > 1:
             dist.broadcast(tensor, owner)
 
-    def gather(self, own: Tensor, count: int) -> Tensor:
+    def gather(self, rows: Tensor, count: int) -> Tensor:
         """Return all `count` rows, from every rank's `share` of them; every rank has to call it."""
         if self.size == 1:
-            return own
+            return rows
         sizes = [len(self._replace(rank=rank).share(count)) for rank in range(self.size)]
-        padded = own.new_zeros(max(sizes), *own.shape[1:])  # all send as many
-        padded[: len(own)] = own
-        everyone = own.new_empty(self.size * max(sizes), *own.shape[1:])
+        padded = rows.new_zeros(max(sizes), *rows.shape[1:])  # all send as many
+        padded[: len(rows)] = rows
+        everyone = rows.new_empty(self.size * max(sizes), *rows.shape[1:])
         dist.all_gather_into_tensor(everyone, padded)
         parts = zip(everyone.split(max(sizes)), sizes, strict=True)
         return torch.cat([part[:size] for part, size in parts])
@@ -93,7 +93,7 @@ def own_gpu() -> torch.device:
 def start(device: str) -> Ranks:
     """Join the other ranks that torchrun started: gloo on CPUs, NCCL with a GPU for each."""
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    place = own_gpu() if device == "cuda" else torch.device(device)
+    torch_device = own_gpu() if device == "cuda" else torch.device(device)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=WAIT)
-    return Ranks(rank, size, place)
+    return Ranks(rank, size, torch_device)

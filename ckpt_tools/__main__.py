@@ -83,7 +83,7 @@ def average(
     """
     _check_directories(inputs, "give HF directories made by 'python -m ckpt_tools export'")
     with quick_imports():
-        from ckpt_tools.averaging.average import average_models
+        from ckpt_tools.averaging import average_models
 
     average_models(out, inputs, weights=weights, window=window)
 
@@ -119,7 +119,7 @@ def download(
     stage1 --dry-run
     """
     if tokenizer_only:
-        from ckpt_tools.released.tokenizer import fetch_tokenizer
+        from ckpt_tools.released.download import fetch_tokenizer
 
         fetch_tokenizer(source, into)
         typer.echo(str(into))

@@ -11,8 +11,7 @@ from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.megatron_shards import MegatronWeights
 from ckpt_tools.formats.parallel import verify_in_parallel
 from ckpt_tools.formats.weights import Weights, check_tensors
-from train.model.config import ModelConfig
-from train.model.families import parameter_shapes
+from train.model.config import ModelConfig, parameter_shapes
 from train.run.config import RunConfig, load_run
 from train.run.dcp_metadata import METADATA
 from train.run.directory import (

@@ -24,7 +24,7 @@ from ckpt_tools.hf.directory import (
 )
 from ckpt_tools.probe import check_probe
 from train.data.tokenizer import load_tokenizer
-from train.model.families import hf_settings
+from train.model.config import hf_settings
 from train.run.directory import (
     CHECKPOINT_JSON,
     IMPORTED_FROM,

@@ -1,24 +1,43 @@
 """Import of an HF model as a checkpoint that runs start from: its weights, bit for bit."""
 
 import json
+import re
 from pathlib import Path
+from typing import NamedTuple
 
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
 
-from base.errors import UserError
-from base.files import committed_directory, fsync_path, record_file, sha256_of, write_sealed
+from base.errors import UserError, explain_validation
+from base.files import (
+    FileRecord,
+    committed_directory,
+    fsync_path,
+    record_file,
+    sha256_of,
+    write_sealed,
+)
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.parallel import hash_in_parallel, is_whole, verify_in_parallel
-from ckpt_tools.formats.weight_files import weight_files
+from ckpt_tools.formats.weight_files import INDEX_JSON, weight_files
 from ckpt_tools.formats.weights import DTYPES, dtype_of
-from ckpt_tools.hf.directory import CONFIGURATION_FILES, TOKENIZER_FILES, copy_files
-from ckpt_tools.hf.forward import check_shapes, empty_model, spread_ids
-from ckpt_tools.hf.source import Source, find_source, read_model
+from ckpt_tools.hf.configuration import read_config
+from ckpt_tools.hf.directory import (
+    CONFIGURATION_FILES,
+    TOKENIZER_FILES,
+    copy_files,
+    read_download,
+    read_lineage,
+)
+from ckpt_tools.hf.forward import check_shapes, empty_model, quiet_transformers, spread_ids
 from ckpt_tools.probe import compute_probe
-from train.model.config import ModelConfig
-from train.model.families import parameter_shapes
+from ckpt_tools.released.hub import hub
+from ckpt_tools.released.revisions import parse_revision
+from train.model.config import ModelConfig, hf_settings, parameter_shapes
+from train.model.families import FAMILIES, TRAINED_ARCHITECTURES
 from train.run.directory import (
     CHECKPOINT_JSON,
     IMPORTED_FROM,
@@ -30,6 +49,14 @@ from train.run.directory import (
 )
 
 IMPORTED = "imported"  # in the place of a run's name and fingerprint
+HUB_SOURCE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)@(?P<revision>\w[\w./-]*)", re.ASCII)
+# Fields of a configuration that change no logit: how it was written, special tokens, training,
+# heads that are not used.
+WITHOUT_EFFECT = {
+    *("architectures", "dtype", "transformers_version", "_name_or_path"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+    *("initializer_range", "classifier_dropout", "max_position_embeddings"),
+}
 
 
 def import_checkpoint(source: str, out: Path) -> None:
@@ -50,7 +77,7 @@ def import_checkpoint(source: str, out: Path) -> None:
     """
     origin = find_source(source)
     verify_in_parallel(origin.path, origin.files, f"restore {origin.path}, or make it again")
-    model, config = read_model(origin.path)
+    model, config = read_trainable(origin.path)
     weights = HFWeights(origin.path)
     check_shapes(empty_model(config), weights, origin.path)
     weights.tensors = {name: weights.tensors[name] for name in parameter_shapes(model)}
@@ -69,7 +96,114 @@ def import_checkpoint(source: str, out: Path) -> None:
     print(f'"start_from": {json.dumps(start_from)}')
 
 
-def _record(origin: Source, model: ModelConfig, weights: HFWeights) -> CheckpointRecord:
+class ImportSource(NamedTuple):
+    """An HF directory on this machine, and its origin as far as it is known."""
+
+    path: Path
+    repository: str | None  # of the hub
+    revision: str | None
+    files: dict[str, FileRecord]  # what lineage.json or download.json vouches for
+    step: int | None
+    tokens: int | None
+
+
+def find_source(source: str) -> ImportSource:
+    """Find the HF directory `source`, or fetch OWNER/NAME@REVISION into huggingface_hub's cache.
+
+    Step and tokens are those of lineage.json, or of the revision's name.
+
+    Raises:
+        UserError: `source` is neither, or the hub is not reached or has no such revision.
+    """
+    path = Path(source)
+    if path.is_dir():
+        lineage, files = read_lineage(path) or ({}, {})
+        record = read_download(path)
+        if lineage or record is None:
+            return ImportSource(path, None, None, files, lineage.get("step"), lineage.get("tokens"))
+        position = _position(record.repo, record.revision)
+        return ImportSource(path, record.repo, record.revision, record.files, *position)
+    match = HUB_SOURCE.fullmatch(source)
+    if not match:
+        raise UserError(
+            f"{source} is not a directory; give an HF directory, or a model of the hub as"
+            " OWNER/NAME@REVISION"
+        )
+    repository, revision = match["repository"], match["revision"]
+    patterns = ["*.safetensors", INDEX_JSON, *CONFIGURATION_FILES, *TOKENIZER_FILES]
+    with hub(repository) as api:
+        configuration = list(CONFIGURATION_FILES)
+        read_trainable(
+            Path(api.snapshot_download(repository, revision=revision, allow_patterns=configuration))
+        )  # what cannot be imported is refused before the weights
+        path = Path(api.snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    return ImportSource(path, repository, revision, {}, *_position(repository, revision))
+
+
+def _position(repository: str, revision: str) -> tuple[int | None, int | None]:
+    """Return step and tokens of a revision of a known trajectory; None for what is not known."""
+    try:
+        parsed = parse_revision(repository, revision)
+    except UserError:  # another model, or a name of its own
+        return None, None
+    return parsed.step, parsed.tokens
+
+
+def read_trainable(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
+    """Return the architecture that config.json describes, and it as transformers understands it.
+
+    Fields that decide the computation must equal those that transformers derives from a run's
+    configuration: so a field that runs do not know is refused by its name, now and in later
+    versions of transformers.
+
+    Raises:
+        UserError: another architecture, or a field that runs do not know or know with another
+            value.
+    """
+    quiet_transformers()
+    config, path = read_config(directory), directory / "config.json"
+    family = FAMILIES.get(config.model_type)
+    training = family.training if family else None
+    if family is None or training is None or config.architectures != [family.architecture]:
+        names = ", ".join(config.architectures or ["no architecture"])
+        raise UserError(f"{path} is of {names}; give one of {', '.join(TRAINED_ARCHITECTURES)}")
+
+    # The run's configuration of the same architecture.
+    fields = config.to_dict()
+    if not training.grouped_queries:
+        fields.pop("num_key_value_heads", None)  # then transformers has no such setting
+    rope = fields.get("rope_parameters") or {}
+    sizes = {key: fields[key] for key in ModelConfig.model_fields.keys() & fields.keys()}
+    settings = {
+        "family": config.model_type,
+        "num_key_value_heads": config.num_attention_heads,  # if the family has no other
+        "rope_theta": rope.get("rope_theta"),
+        "rotary_fraction": rope.get("partial_rotary_factor", 1.0),
+        "norm_eps": fields.get(training.norm_eps),
+        "initializer": training.initializer,
+    }
+    try:
+        model = ModelConfig.model_validate(settings | sizes)
+    except ValidationError as error:
+        raise explain_validation(str(path), error) from None
+
+    # That configuration in transformers' form must have the same fields as the file.
+    expected = AutoConfig.for_model(
+        model.family, **hf_settings(model, config.max_position_embeddings, 0)
+    ).to_dict()
+    # Not every family's configuration has it, but attention depends on it.
+    head_dim = {"head_dim": model.head_dim}
+    fields, expected = head_dim | fields, head_dim | expected
+    for key in sorted((fields.keys() | expected.keys()) - WITHOUT_EFFECT):
+        if fields.get(key) != expected.get(key):
+            raise UserError(
+                f"{path}: {key} is {fields.get(key)!r}, runs of this family are trained with"
+                f" {expected.get(key)!r}; such models cannot be imported"
+            )
+    return model, config
+
+
+def _record(origin: ImportSource, model: ModelConfig, weights: HFWeights) -> CheckpointRecord:
     """Return checkpoint.json of an import, without the files that are still to be written."""
     files = [path.name for path in weight_files(origin.path)]
     tokenizer = [name for name in TOKENIZER_FILES if (origin.path / name).is_file()]

@@ -8,10 +8,9 @@ from base.errors import UserError, printable
 from ckpt_tools.checkpoint import model_of, verified_record
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.parallel import verify_in_parallel
-from ckpt_tools.hf.directory import read_lineage
-from ckpt_tools.released.download_record import read_download
+from ckpt_tools.hf.directory import read_download, read_lineage
 from ckpt_tools.verify import verify
-from train.model.families import parameter_shapes
+from train.model.config import parameter_shapes
 from train.run.directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
 
 FACTS = (  # of a checkpoint's record, a lineage or a download

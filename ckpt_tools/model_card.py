@@ -6,7 +6,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ckpt_tools.hf.measured import Eigenvalue, Estimate, Read
+from ckpt_tools.averaging import describe
+from ckpt_tools.hf.measured import Eigenvalue, MeasuredMean, Read
 from ckpt_tools.hf.results import Result
 
 README = "README.md"
@@ -17,7 +18,8 @@ TEMPLATE = """\
 
 # {{ run.name }} {{ revision }}
 
-{{ "An average of weights" if average else "Weights" }} of the pretraining run `{{ run.name }}`
+{{ "An average of weights (%s)" % average if average else "Weights" }}
+of the pretraining run `{{ run.name }}`
 after update {{ "{:,}".format(lineage.step) }} of {{ "{:,}".format(run.total_steps) }}.
 Load it with `AutoModelForCausalLM.from_pretrained("{{ revision }}")`, the path of this directory.
 {% for ingredient in lineage.ingredients %}
@@ -83,7 +85,7 @@ def model_card(
         run=run,
         revision=revision,
         lineage=lineage,
-        average=lineage["kind"] == "average" or lineage.get("average"),
+        average=describe(lineage),
         recipe=json.dumps(run, indent=2),
         figures=rows,
     )
@@ -99,7 +101,7 @@ def _figures(measured: Read, prefix: str = "") -> Iterator[tuple[str, float, Any
             yield name, value, intervals.get(key)
         elif isinstance(value, Eigenvalue):
             yield name, value.value, "converged" if value.converged else "NOT converged"
-        elif isinstance(value, Estimate):
+        elif isinstance(value, MeasuredMean):
             yield name, value.mean, value.standard_error
         elif isinstance(value, Read) and key != "interval":  # a part, such as the whole of a step
             yield from _figures(value, f"{name}: ")

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from base.errors import UserError
-from ckpt_tools.hf.forward import empty_model, names_in_files, read_config, stream_through
+from ckpt_tools.hf.configuration import read_config
+from ckpt_tools.hf.forward import empty_model, names_in_files, stream_through
+from train.model.families import FAMILIES
 from train.run.directory import PROBE_OUTPUTS
 
 # Largest allowed |difference| of an output over the largest |value| of that output, after the first
@@ -26,18 +28,12 @@ from train.run.directory import PROBE_OUTPUTS
 # transformers in fp32 does not. The limit is nearly twice the larger. It would not show a rotary
 # embedding in bf16, which is one rounding more: `tests.train.test_rotary` does.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
-ATTENTION = (".self_attn.o_proj", ".attention.dense")  # output of attention, in all families
-# A layer's modules in the order of the data flow, in all families. Modules of one stage do not feed
-# each other.
-STAGES = (
-    ("input_layernorm",),
-    ("q_proj", "k_proj", "v_proj", "query_key_value"),
-    ("q_norm", "k_norm"),
-    ("o_proj", "dense"),
-    ("post_attention_layernorm",),
-    ("gate_proj", "up_proj", "dense_h_to_4h"),
-    ("down_proj", "dense_4h_to_h"),
-    ("post_feedforward_layernorm",),
+# Outputs of attention, in all families.
+ATTENTION = tuple({f".{row.attention}.{row.writing}" for row in FAMILIES.values()})
+# A layer's modules in the order of the data flow, in all families.
+STAGES = tuple(
+    {name for names in stage for name in names}
+    for stage in zip(*(row.data_flow for row in FAMILIES.values()), strict=True)
 )
 
 Stage = tuple[float, float]  # layer, and stage within it
@@ -47,10 +43,10 @@ def stage_of(key: str) -> Stage:
     """Return the place of an output of the probe in the data flow."""
     if key == "logits":
         return math.inf, 1
-    place = re.search(r"\.layers\.(\d+)(?:\.(?:\w+\.)*(\w+))?$", key)
-    if not place:  # the embedding, or the final norm
+    match = re.search(r"\.layers\.(\d+)(?:\.(?:\w+\.)*(\w+))?$", key)
+    if not match:  # the embedding, or the final norm
         return (-1, 0) if ".embed_" in key else (math.inf, 0)
-    layer, name = int(place[1]), place[2]
+    layer, name = int(match[1]), match[2]
     return layer, next((index for index, names in enumerate(STAGES) if name in names), len(STAGES))
 
 
@@ -63,10 +59,10 @@ def _parameters_of(model: Any) -> dict[str, list[str]]:
     lm_head = model.get_output_embeddings()
     parameters = {}
     for name, module in model.named_modules():
-        own = [key for key, _ in module.named_parameters(recurse=False)]
-        if own or module in layers:
+        names = [key for key, _ in module.named_parameters(recurse=False)]
+        if names or module in layers:
             key = "logits" if module is lm_head else PROBE_OUTPUTS + name
-            parameters[key] = [files[f"{name}.{parameter}"] for parameter in own]
+            parameters[key] = [files[f"{name}.{parameter}"] for parameter in names]
     return parameters
 
 

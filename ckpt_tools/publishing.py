@@ -195,8 +195,8 @@ def _lay_out(
     if "ingredients" in lineage:
         parent = export.directory.resolve().parent
         for ingredient in lineage["ingredients"]:
-            place = (parent / ingredient["path"]).resolve()
-            ingredient["path"] = revisions.get(place, str(place))
+            directory = (parent / ingredient["path"]).resolve()
+            ingredient["path"] = revisions.get(directory, str(directory))
     lineage["published"] = {"fingerprint": fingerprint(run), "revision": export.revision}
     lineage = _without_places(lineage, run_dir)
     write_lineage(aside, lineage, records, "sha256")

@@ -11,8 +11,9 @@ from base.reading import as_model
 from ckpt_tools.formats.hf_weights import HFWeights, read_tensors
 from ckpt_tools.formats.parallel import verify_in_parallel
 from ckpt_tools.formats.weight_files import weight_files
+from ckpt_tools.hf.configuration import read_config
 from ckpt_tools.hf.directory import LINEAGE_JSON, VERIFICATION_PROBE, read_lineage
-from ckpt_tools.hf.forward import check_shapes, empty_model, read_config, spread_ids
+from ckpt_tools.hf.forward import check_shapes, empty_model, spread_ids
 from ckpt_tools.probe import check_probe, compute_probe, stage_of
 from train.run.directory import PROBE_OUTPUTS, PROBE_SEQUENCES, PROBE_TOKENS
 

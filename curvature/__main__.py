@@ -95,10 +95,10 @@ def _measure(
     groups = result_directories(hf_dirs, "curvature", [settings.name], outs)
     _check_models(*hf_dirs)
     if dry_run is not None:
-        from ckpt_tools.hf.forward import read_config
-        from curvature.cost.plan import Plan, cost_lines, estimate
+        from ckpt_tools.hf.configuration import read_config
+        from curvature.cost.plan import GpuPlan, cost_lines, estimate
 
-        plan = Plan.parse(dry_run)
+        plan = GpuPlan.parse(dry_run)
         for hf_dir in hf_dirs:
             cost = estimate(read_config(hf_dir), settings, plan)
             typer.echo("\n".join([str(hf_dir), *cost_lines(cost, settings, plan)]))

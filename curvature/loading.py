@@ -13,8 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import read_whole
 from ckpt_tools.hf.forward import check_shapes, empty_model, names_in_files
-from curvature.products.moving import copy
-from curvature.products.parameters import Parameters, local
+from curvature.products.parameters import Parameters, copy, local
 
 BYTES_AT_ONCE = 1 << 28  # of a file, in memory
 
@@ -57,7 +56,7 @@ class WeightFiles:
         for name, weight in parameters.weights.items():
             file, row = self._files[name], parameters.first_row(name)
             rows_at_once = max(1, BYTES_AT_ONCE // self._weights.tensors[file].row_bytes)
-            own = local(weight.detach())
-            for rows in (own if own.dim() else own.view(1)).split(rows_at_once):
+            rank_rows = local(weight.detach())
+            for rows in (rank_rows if rank_rows.dim() else rank_rows.view(1)).split(rows_at_once):
                 copy(rows, self._weights.read(file, row, row + len(rows)))
                 row += len(rows)

@@ -14,7 +14,7 @@ from curvature.settings import CurvatureSettings, HutchinsonSettings
 from curvature.spectrum.fixed_batch import measure_spectrum, measure_top
 from curvature.subject import open_model
 from curvature.trace.estimates import TRACE_UNIT
-from curvature.trace.pairs import measure_traces
+from curvature.trace.hutchinson import measure_traces
 
 UNITS = {
     "loss": "nats per token",
@@ -51,8 +51,8 @@ def measure(
             hf_dir, settings, data_prefix, ranks, needed=needed_sequences(settings)
         )
     entries = subject.hessian.parameters.size // (ranks.size if settings.sharding == "fsdp" else 1)
-    place = torch.device("cpu") if settings.vectors == "host" else ranks.device
-    check_room(settings, entries, place)
+    vectors_device = torch.device("cpu") if settings.vectors == "host" else ranks.device
+    check_room(settings, entries, vectors_device)
     if isinstance(settings, HutchinsonSettings):
         with _timed(seconds, "traces"):
             measured = measure_traces(subject, settings)

@@ -33,7 +33,7 @@ SHARED = ("sequence_length", "microbatch_sequences", "seed", "dtype")
 Traces = Result[Curvature]
 
 
-class Difference(NamedTuple):
+class TraceDifference(NamedTuple):
     """Second minus first, its standard error and interval, and the two-sided p-value of none."""
 
     value: float
@@ -43,7 +43,7 @@ class Difference(NamedTuple):
     p_value: float
 
 
-class Comparison(NamedTuple):
+class TraceComparison(NamedTuple):
     """One pair of a call.
 
     Attributes:
@@ -58,13 +58,15 @@ class Comparison(NamedTuple):
     second: int
     first_value: float
     second_value: float
-    difference: Difference
+    difference: TraceDifference
     unpaired_standard_error: float
     p_adjusted: float
     verdict: Verdict
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float], level: float) -> Difference:
+def paired_difference(
+    first: Sequence[float], second: Sequence[float], level: float
+) -> TraceDifference:
     """Return the mean of `second` minus that of `first`, by Student's t over the pairs.
 
     Where all differences are equal the interval has no length and the p-value is 0, or 1 if they
@@ -77,18 +79,18 @@ def paired_difference(first: Sequence[float], second: Sequence[float], level: fl
 
     Example:
         >>> paired_difference([3.0, 5.0, 8.0], [4.0, 6.0, 9.0], 0.95)
-        Difference(value=1.0, standard_error=0.0, low=1.0, high=1.0, p_value=0.0)
+        TraceDifference(value=1.0, standard_error=0.0, low=1.0, high=1.0, p_value=0.0)
     """
     differences = [after - before for before, after in zip(first, second, strict=True)]
     mean, error, (low, high) = estimate_mean(differences, level=level)
     statistic = abs(mean) / error if error else math.inf if mean else 0.0
     p_value = 2 * float(stdtr(len(differences) - 1, -statistic))
-    return Difference(mean, error, low, high, p_value)
+    return TraceDifference(mean, error, low, high, p_value)
 
 
 def compare(
     results: Sequence[Traces], pairs: Sequence[tuple[int, int]], *, level: float
-) -> list[Comparison]:
+) -> list[TraceComparison]:
     """Return every pair by `paired_difference`, with p-values adjusted over all of them.
 
     Args:
@@ -108,7 +110,7 @@ def compare(
     ]
     adjusted = holm([difference.p_value for difference in differences])
     return [
-        Comparison(
+        TraceComparison(
             first,
             second,
             estimates[first].mean,

@@ -1,47 +1,51 @@
-"""Settings of the measurements, a class for each command.
+"""Settings of the measurements.
 
-Fields that are excluded from results decide no number.
+A study holds TraceSettings, PredictionSettings and PlaneSettings. The classes of the commands,
+HutchinsonSettings, StepSettings and SliceSettings, add the devices, which a study decides for each
+step. Fields that are excluded from results decide no number.
 """
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from base.frozen import Frozen, field_of
+from base.frozen import Frozen
 
 Count = Annotated[int, Field(ge=1)]
 Several = Annotated[int, Field(ge=2)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class ProductSettings(Frozen):
-    """Computation of Hessian-vector products, and the sequences that they are of."""
+class HessianSettings(Frozen):
+    """Hessian-vector products, and the sequences that they are of."""
 
     microbatch_sequences: Count = Field(default=2, description="sequences of one product")
     sequence_length: Count | None = Field(
         default=None, description="tokens; by default the model's context"
     )
     seed: Seed = Field(default=0, description="of the probes and of the order of the sequences")
-    level: float = Field(default=0.95, gt=0, le=0.9999)  # coverage of the intervals
     dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="precision of the products of matrices"
     )
     checkpointing: bool = Field(
         default=False, description="keep only the blocks' inputs: slower, far less memory"
     )
-    sharding: Literal["none", "fsdp"] = Field(
-        default="none", description="ranks share the pairs (none) or the model (fsdp)"
-    )
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="kind of the devices")
     vectors: Literal["device", "host"] = Field(
         default="device", description="memory that holds vectors over all weights"
     )
 
 
-class HutchinsonSettings(ProductSettings):
+class EigenvalueSettings(HessianSettings):
+    """The fixed batch of eigenvalues."""
+
+    fixed_sequences: Count = Field(
+        default=8, description="sequences of the fixed batch that eigenvalues are of"
+    )
+
+
+class TraceSettings(EigenvalueSettings):
     """Traces from fresh (probe, microbatch) pairs, and the top eigenvalue on a fixed batch."""
 
-    name: Literal["hutchinson"] = "hutchinson"
     pairs: Several = Field(default=32, description="(probe, microbatch) pairs of the trace")
     norm_pairs: Several = Field(
         default=16, description="pairs whose probes are restricted to the norms"
@@ -52,9 +56,6 @@ class HutchinsonSettings(ProductSettings):
     lambda_max: bool = Field(
         default=True, description="the top eigenvalue too, which takes vectors over all weights"
     )
-    fixed_sequences: Count = Field(
-        default=8, description="sequences of the fixed batch that eigenvalues are of"
-    )
     # A residual of 1e-2 leaves an error of 1e-4 of the value; trained checkpoints took 4 to 13
     # iterations to reach it.
     max_iterations: Several = Field(default=16, description="Lanczos iterations at most")
@@ -63,18 +64,62 @@ class HutchinsonSettings(ProductSettings):
     )
 
 
-class LanczosSettings(ProductSettings):
+class PredictionSettings(HessianSettings):
+    """Loss increase along the quantization step.
+
+    Only fp32 resolves the difference of the losses before and after it.
+    """
+
+    dtype: Literal["fp32"] = "fp32"
+    microbatches: Several = Field(default=16, description="microbatches of every figure")
+
+
+class PlaneSettings(Frozen):
+    """Grid of a slice of the loss, and the sequences that every loss is over."""
+
+    grid: int = Field(default=15, ge=3, description="points along either axis")
+    extent: float = Field(
+        default=0.35,
+        gt=0,
+        description="reach of the grid beyond its points, in units of the longer direction",
+    )
+    sequences: Several = Field(default=16, description="sequences that every loss is over")
+    sequence_length: Count | None = Field(
+        default=None, description="tokens; by default the model's context"
+    )
+    batch_size: Count = Field(
+        default=8, description="sequences per forward pass; moves results by rounding only"
+    )
+    seed: Seed = Field(default=0, description="of the order of the sequences")
+
+
+class ProductSettings(HessianSettings):
+    """Products with the ranks that share them."""
+
+    level: float = Field(default=0.95, gt=0, le=0.9999)  # coverage of the intervals
+    sharding: Literal["none", "fsdp"] = Field(
+        default="none", description="ranks share the pairs (none) or the model (fsdp)"
+    )
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="kind of the devices")
+
+
+class HutchinsonSettings(TraceSettings, ProductSettings):
+    """All settings of traces and the top eigenvalue."""
+
+    name: Literal["hutchinson"] = "hutchinson"
+
+
+class LanczosSettings(EigenvalueSettings, ProductSettings):
     """Both ends of the spectrum on the fixed batch, and its density."""
 
     name: Literal["lanczos"] = "lanczos"
-    fixed_sequences: int = field_of(HutchinsonSettings, "fixed_sequences")
     largest: Count = Field(default=5, description="algebraically largest eigenvalues")
     smallest: int = Field(default=3, ge=0, description="algebraically smallest eigenvalues")
     max_iterations: Several = Field(default=50, description="iterations to the eigenvalues at most")
     tolerance: float = Field(
         default=1e-3, gt=0, description="|Hx - lambda x| / |lambda| that counts as converged"
     )
-    starts: Several = 4  # start vectors of the density
+    starts: Several = Field(default=4, description="start vectors of the density")
     steps: Several = Field(default=30, description="Lanczos steps from each start of the density")
 
     @model_validator(mode="after")
@@ -88,26 +133,13 @@ class LanczosSettings(ProductSettings):
         return self
 
 
-class StepSettings(ProductSettings):
-    """Loss increase along the quantization step.
-
-    Only fp32 resolves the difference of the losses before and after it.
-    """
-
-    dtype: Literal["fp32"] = "fp32"
-    microbatches: Several = Field(default=16, description="microbatches of every figure")
+class StepSettings(PredictionSettings, ProductSettings):
+    """All settings of the loss increase along the quantization step."""
 
 
-class SliceSettings(Frozen):
-    """Grid of a slice of the loss, and the sequences that every loss is over."""
+class SliceSettings(PlaneSettings):
+    """All settings of a slice of the loss."""
 
-    grid: int = Field(default=15, ge=3, description="points along either axis")
-    # Reach of the grid beyond its points, in units of the longer direction.
-    extent: float = Field(default=0.35, gt=0)
-    sequences: Several = Field(default=16, description="sequences that every loss is over")
-    sequence_length: Count | None = None  # the model's context
-    batch_size: Count = 8  # sequences per forward pass; moves results by rounding only
-    seed: Seed = 0  # of the order of the sequences
     device: Literal["cpu", "cuda"] = Field(
         default="cpu", exclude=True, description="kind of the devices"
     )

@@ -14,15 +14,14 @@ from base.environment import environment
 from base.gpus import NO_COMPILER, has_compiler
 from base.ranks import Ranks
 from ckpt_tools.formats.weights import DTYPES
-from ckpt_tools.hf.forward import read_config
+from ckpt_tools.hf.configuration import read_config
 from ckpt_tools.hf.model import identify
-from curvature.architectures import architecture_of
 from curvature.batches import Batches
 from curvature.cost.memory import check_loading
+from curvature.dual.blocks import curved_family
 from curvature.loading import WeightFiles
 from curvature.products.exact import DualHessian
-from curvature.products.finite_difference import RELATIVE_CHANGE, difference_product
-from curvature.products.guard import check_product
+from curvature.products.guard import RELATIVE_CHANGE, check_product, difference_product
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.products.sharing import Sharing
@@ -30,7 +29,7 @@ from curvature.products.sketch import CountSketch
 from curvature.settings import ProductSettings
 
 
-class Subject(NamedTuple):
+class CurvatureSubject(NamedTuple):
     """The model and the text of a measurement.
 
     Attributes:
@@ -82,7 +81,7 @@ class Subject(NamedTuple):
 
 def open_model(
     hf_dir: Path, settings: ProductSettings, data_prefix: Path, ranks: Ranks, *, needed: int
-) -> Subject:
+) -> CurvatureSubject:
     """Load and shard a model, and check its products.
 
     `needed` sequences of the text will be read.
@@ -97,7 +96,7 @@ def open_model(
     # refuse what does not fit before the weights are loaded
     identity = identify(hf_dir) if ranks.rank == 0 else {}  # which hashes every file
     config = read_config(hf_dir)
-    architecture_of(config)
+    curved_family(config)
     batches = Batches(
         data_prefix,
         config,
@@ -111,9 +110,9 @@ def open_model(
     # The guard's reference runs HF's code with sdpa, another attention kernel than the formula that
     # the dual layers spell out. FSDP2 takes from the CPU what it shards: there empty tensors take
     # no memory.
-    place = torch.device("cpu") if sharded and ranks.size > 1 else ranks.device
+    initial_device = torch.device("cpu") if sharded and ranks.size > 1 else ranks.device
     model = CurvedModel(
-        files.empty(place),
+        files.empty(initial_device),
         ranks=ranks,
         sharding=settings.sharding,
         dtype=DTYPES[settings.dtype],
@@ -132,4 +131,6 @@ def open_model(
         sketch,
         settings.dtype,
     )
-    return Subject(identity, settings, model, hessian, batches, Sharing(ranks, sharded), guard)
+    return CurvatureSubject(
+        identity, settings, model, hessian, batches, Sharing(ranks, sharded), guard
+    )

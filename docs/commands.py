@@ -10,8 +10,8 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 FOLDERS = ("train", "ckpt_tools", "quant_eval", "curvature", "study", "slurm")
 
 
-class Entry(NamedTuple):
-    """One command.
+class CommandEntry(NamedTuple):
+    """A command with the words that call it.
 
     Attributes:
         words: that call it, after `python -m`.
@@ -32,9 +32,9 @@ class Entry(NamedTuple):
         return [option for option in self.command.params if isinstance(option, TyperOption)]
 
 
-def entries() -> list[Entry]:
+def entries() -> list[CommandEntry]:
     """Return every command of every folder, those included that only other commands call."""
-    commands: list[Entry] = []
+    commands: list[CommandEntry] = []
     for folder in FOLDERS:
         top = typer.main.get_command(importlib.import_module(f"{folder}.__main__").app)
         assert isinstance(top, TyperCommand | TyperGroup)
@@ -42,9 +42,9 @@ def entries() -> list[Entry]:
     return commands
 
 
-def _below(words: str, command: TyperCommand | TyperGroup) -> Iterator[Entry]:
+def _below(words: str, command: TyperCommand | TyperGroup) -> Iterator[CommandEntry]:
     if not isinstance(command, TyperGroup):
-        yield Entry(words, command)
+        yield CommandEntry(words, command)
         return
     for name, inner in command.commands.items():
         assert isinstance(inner, TyperCommand | TyperGroup)

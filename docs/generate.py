@@ -4,28 +4,35 @@ They are read off the code: commands from typer, files from pydantic, versions f
 tests/docs fails when one is stale.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, create_model
+from pydantic.fields import FieldInfo
 from typer.core import TyperArgument
 
-from ckpt_tools.hf.measured import Curvature, Quantization, Slice, Step, Tasks
+from ckpt_tools.hf.measured import Curvature, MeasuredStep, Quantization, Slice, Tasks
 from curvature.measurement import UNITS as TRACE_UNITS
 from curvature.settings import HutchinsonSettings, LanczosSettings, SliceSettings, StepSettings
 from curvature.slices.measurement import UNITS as SLICE_UNITS
 from curvature.step.prediction import UNITS as STEP_UNITS
-from docs.commands import FOLDERS, Entry, entries
-from docs.models import fields, sections, table
+from docs.commands import FOLDERS, CommandEntry, entries
+from docs.models import fields, is_list, models_in, sections, table, type_text
 from docs.tested import tested
-from dynamics.recipes import RECIPES
-from dynamics.recipes.shown import recipe_lines
 from quant_eval.measuring.statistics import UNITS as QUANTIZATION_UNITS
+from quant_eval.quantizer import QuantSpec
+from quant_eval.quantizers import BY_METHOD, SETTINGS
 from quant_eval.settings import RunSettings, TaskSettings
-from quant_eval.specs import QuantSpec
 from quant_eval.tasks.paired import UNITS as TASK_UNITS
 from slurm.site import EXAMPLE, Site
+from study.definition import Study
+from study.measurements import curvature, quantization, step, tasks
+from study.recipes.changed import OF_RECIPE, OF_RUNS
+from study.recipes.resolve import resolve, whole_recipes
+from study.recipes.shown import recipe_lines
+from study.results.table import AXIS_COLUMNS, MODEL_COLUMNS, UNITS
 from train.run.config import RunConfig
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -49,7 +56,30 @@ RUN = f"""# run.json
 {NOTE}
 
 One training run, written by a recipe or by hand: `python -m train run DIRECTORY` reads it. Unknown
-keys are refused. `--set key.path=value` of the study commands changes one key in every run.
+keys are refused. [`--set PATH=VALUE`](settings.md) of the study commands changes one key in every
+run.
+"""
+SETTING_PATHS = f"""# Settings
+
+{NOTE}
+
+Everything that `--set PATH=VALUE` of the study commands changes. VALUE is JSON, or else the text
+that it is: `--set optimizer.peak_lr=6e-4`, `--set quantization.bos=none`,
+`--set 'averaged_steps=[768, 1024]'`. The study's name says it. A path that a study or its runs do
+not have, such as those of downstream tasks where there are none, is refused with the nearest. Lists
+and tables are given whole. Another text is given by `--text`.
+"""
+LINK = re.compile(r"\[(\w+)\]\(#\w+\)")  # to a section of the page of a file
+TABLE = f"""# table.parquet
+
+{NOTE}
+
+The table of a study: a row per run and measured model. Columns that every row has:
+"""
+MEASURED_COLUMNS = """
+Columns of measurements, one for each SPEC, and each TASK; without it the mean of the tasks. Beside
+a figure are the ends of its interval, `_low` and `_high`, and its standard error:
+`_standard_error`, or by source `_se_documents` and `_se_draws`. What was not measured is empty.
 """
 SITE = f"""# site.toml
 
@@ -81,18 +111,18 @@ def cli() -> str:
     shown = [entry for entry in entries() if not entry.command.hidden]
     parts = [CLI]
     for folder in FOLDERS:
-        own = [entry for entry in shown if entry.words.startswith(f"{folder} ")]
-        links = ", ".join(f"[{name}](#{folder}-{name})" for name in map(_name, own))
+        in_folder = [entry for entry in shown if entry.words.startswith(f"{folder} ")]
+        links = ", ".join(f"[{name}](#{folder}-{name})" for name in map(_name, in_folder))
         parts.append(f"## {folder}\n\n{links}\n")
-        parts += map(_command, own)
+        parts += map(_command, in_folder)
     return "\n".join(parts)
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: CommandEntry) -> str:
     return entry.words.partition(" ")[2]
 
 
-def _command(entry: Entry) -> str:
+def _command(entry: CommandEntry) -> str:
     words, *examples = (entry.command.help or "").split("Example:")
     usage = " ".join((f"python -m {entry.words}", *map(_placeholder, entry.arguments)))
     rows = [
@@ -128,8 +158,8 @@ def recipes() -> str:
     """Return the page of all recipes."""
     lines = "\n".join(recipe_lines())
     parts = [f"{RECIPE_LIST}\n```text\n{lines}\n```\n"]
-    for name, recipe in RECIPES.items():
-        study = recipe(smoke=False)
+    for name in whole_recipes():
+        study = resolve(name)
         specs = ", ".join(f"`{spec}`" for spec in study.quantization.specs)
         text = f"## {name}\n\n{study.description}.\n\nQuantized at every checkpoint: {specs}.\n\n"
         if study.sources:
@@ -148,13 +178,53 @@ def run_json() -> str:
     return f"{RUN}\n{sections(RunConfig)}"
 
 
+def settings() -> str:
+    """Return the page of all paths of `--set`, those of a study and those of its runs."""
+    text = SETTING_PATHS
+    for title, model in (("Of the study", Study), ("Of every run", RunConfig)):
+        paths = list(_paths(model, without=OF_RECIPE | OF_RUNS))
+        kinds: dict[str, list[str]] = {}  # of parts that may be of several kinds, those of all
+        for path, field in paths:
+            kinds.setdefault(path, []).append(LINK.sub(r"\1", type_text(field.annotation)))
+        meanings = {path: field.description or "" for path, field in paths}
+        rows = [(f"`{path}`", ", ".join(kinds[path]), meanings[path]) for path in kinds]
+        text += f"\n## {title}\n\n{table(['path', 'type', 'meaning'], rows)}"
+    return text
+
+
+def _paths(
+    model: type[BaseModel], prefix: str = "", without: Collection[str] = ()
+) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the paths to all fields, with those of every kind that a part may be of."""
+    for name, field in model.model_fields.items():
+        parts = [] if is_list(field.annotation) else list(models_in(field.annotation))
+        inner = [each for part in parts for each in _paths(part, f"{prefix}{name}.")]
+        if name not in without:
+            yield from inner or [(prefix + name, field)]
+
+
+def table_parquet() -> str:
+    """Return the page of the table's columns, as they are declared where they are measured."""
+    kinds = ((name, str(kind)) for name, kind in (MODEL_COLUMNS | AXIS_COLUMNS).items())
+    rows = [(f"`{name}`", kind, UNITS.get(name, "")) for name, kind in kinds]
+    text = f"{TABLE}\n{table(['column', 'type', 'unit'], rows)}{MEASURED_COLUMNS}\n"
+    declared = [
+        column for module in (quantization, curvature, step, tasks) for column in module.COLUMNS
+    ]
+    lines = [
+        (f"`{column.of('SPEC', 'TASK')}`", column.title, column.unit, column.better)
+        for column in declared
+    ]
+    return text + table(["column", "meaning", "unit", "better"], lines)
+
+
 def site_toml() -> str:
     """Return the page of a site file."""
     return f"{SITE}\n```toml\n{EXAMPLE.read_text()}```\n\n{sections(Site)}"
 
 
-class Measured(NamedTuple):
-    """One kind of measurement.
+class ResultKind(NamedTuple):
+    """A kind of measurement, as its result.json shows it.
 
     Attributes:
         commands: that write it.
@@ -169,19 +239,33 @@ class Measured(NamedTuple):
     settings: tuple[type[BaseModel], ...]
 
 
+def _absent(info: FieldInfo) -> Any:
+    """Return a setting as results of other quantizers hold it."""
+    return Field(default=None, description=info.description)
+
+
+# The settings of all quantizers; a result has None for those that its own does not have.
+SPEC = create_model(
+    "QuantSpec",
+    method=Literal[tuple(BY_METHOD)],
+    **{
+        name: (info.annotation, info if name in QuantSpec.model_fields else _absent(info))
+        for name, info in SETTINGS.items()
+    },  # type: ignore[call-overload]
+)
 KINDS = {
-    "Quantization": Measured(
-        "quant_eval run", Quantization, QUANTIZATION_UNITS, (QuantSpec, RunSettings)
+    "Quantization": ResultKind(
+        "quant_eval run", Quantization, QUANTIZATION_UNITS, (SPEC, RunSettings)
     ),
-    "Tasks": Measured("quant_eval tasks", Tasks, TASK_UNITS, (QuantSpec, TaskSettings)),
-    "Traces and eigenvalues": Measured(
+    "Tasks": ResultKind("quant_eval tasks", Tasks, TASK_UNITS, (SPEC, TaskSettings)),
+    "Traces and eigenvalues": ResultKind(
         "curvature hutchinson, curvature lanczos",
         Curvature,
         TRACE_UNITS,
         (HutchinsonSettings, LanczosSettings),
     ),
-    "Quantization step": Measured("curvature step", Step, STEP_UNITS, (StepSettings,)),
-    "Slice": Measured("curvature slice", Slice, SLICE_UNITS, (SliceSettings,)),
+    "Quantization step": ResultKind("curvature step", MeasuredStep, STEP_UNITS, (StepSettings,)),
+    "Slice": ResultKind("curvature slice", Slice, SLICE_UNITS, (SliceSettings,)),
 }
 
 
@@ -200,7 +284,9 @@ def result_json() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": cli,
     "recipes.md": recipes,
+    "settings.md": settings,
     "run-json.md": run_json,
+    "table-parquet.md": table_parquet,
     "site-toml.md": site_toml,
     "result-json.md": result_json,
     "tested.md": lambda: tested(NOTE),

@@ -95,17 +95,23 @@ def _with_inner(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
     queue = [model]
     while queue:
         for field in queue.pop(0).model_fields.values():
-            for each in _models_in(field.annotation):
+            for each in models_in(field.annotation):
                 if each not in models:
                     models[each] = None
                     queue.append(each)
     return iter(models)
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def is_list(annotation: Any) -> bool:
+    """Return whether a type is a list or a table, which `--set` gives whole."""
+    return get_origin(annotation) in (tuple, list, dict)
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models that values of a type are, or hold."""
     if isinstance(annotation, type) and get_origin(annotation) is None:
         if issubclass(annotation, BaseModel):
             yield annotation
         return
     for inner in get_args(annotation):
-        yield from _models_in(inner)
+        yield from models_in(inner)

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from install import driver, machine, packages, system_torch
-from install.settings import CUDA_OF, RefusedError, Settings, locked, read, requirements
+from install import machine, packages
+from install.settings import CUDA_OF, RefusedError, VenvSettings, locked, read, requirements
 
 VENV = Path(".venv")
 STAMP, TEMPORARY = VENV / "complete", VENV / "tmp"
@@ -60,21 +60,21 @@ def main(words: list[str]) -> None:
         sys.exit(130)
 
 
-def check(settings: Settings) -> None:
+def check(settings: VenvSettings) -> None:
     """Raise RefusedError where .venv could not be built, or torch would not start."""
-    here = None if settings.build not in CUDA_OF else driver.installed()
+    here = None if settings.build not in CUDA_OF else machine.installed_driver()
     problem = (
-        machine.problem(settings, VENV)
-        or driver.problem(here, settings)
-        or system_torch.problem(settings)
+        machine.machine_problem(settings, VENV)
+        or machine.driver_problem(here, settings)
+        or machine.system_torch_problem(settings)
     )
     if problem:
         raise RefusedError(problem)
-    if note := driver.note(here, settings):
+    if note := machine.driver_note(here, settings):
         print(note, flush=True)
 
 
-def build(settings: Settings) -> None:
+def build(settings: VenvSettings) -> None:
     """Make .venv, install and import what it holds, and write the stamp of a complete one."""
     clock = Clock()
     clock.begin(f"environment: Python {sys.version.split()[0]} ({sys.executable})")
@@ -97,18 +97,18 @@ def build(settings: Settings) -> None:
     STAMP.write_text(f"{settings.stamp} {python_version}\n", encoding="utf-8")
 
 
-def make_environment(settings: Settings) -> str:
+def make_environment(settings: VenvSettings) -> str:
     """Make an empty .venv and return its Python."""
     shared = ["--system-site-packages"] if settings.system_torch else []
     subprocess.run([sys.executable, "-m", "venv", "--clear", *shared, str(VENV)], check=True)
     TEMPORARY.mkdir()
     python = str(VENV / "bin" / "python")
     if settings.system_torch:
-        system_torch.share(python)
+        machine.share_system_torch(python)
     return python
 
 
-def install(settings: Settings, python: str, pins: Path, clock: Clock) -> None:
+def install(settings: VenvSettings, python: str, pins: Path, clock: Clock) -> None:
     """Download and unpack the pins."""
     uv, why = packages.installer(settings, python, TEMPORARY)
     tool = "uv" if uv else "pip"
@@ -123,10 +123,10 @@ def install(settings: Settings, python: str, pins: Path, clock: Clock) -> None:
         raise RefusedError(f"{tool} did not install everything ({log}); run make again{other}")
 
 
-def contents(settings: Settings) -> str:
+def contents(settings: VenvSettings) -> str:
     """Return which torch .venv gets, and how much is downloaded."""
     if settings.system_torch:
-        return f"0.8 GB, beside {system_torch.description()}"
+        return f"0.8 GB, beside {machine.system_torch_description()}"
     if settings.build in CUDA_OF:
         return f"3 GB, with torch {locked('torch')} for CUDA {CUDA_OF[settings.build][0]}"
     return f"0.9 GB, with torch {locked('torch')} without CUDA"

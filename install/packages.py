@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from install.settings import RefusedError, Settings
+from install.settings import RefusedError, VenvSettings
 
 # What tells pip where packages come from, and how they are reached; uv reads none of it.
 PIP_SOURCES = {
@@ -29,7 +29,7 @@ LAST_PHASES = {
 }
 
 
-def installer(settings: Settings, python: str, temporary: Path) -> tuple[list[str], str]:
+def installer(settings: VenvSettings, python: str, temporary: Path) -> tuple[list[str], str]:
     """Return how uv is started, or nothing where pip installs, and why: pip where it alone is told
     where packages come from.
     """
@@ -93,7 +93,7 @@ def uv_is_configured() -> bool:
     )
 
 
-def command(uv: list[str], settings: Settings, python: str, pins: Path) -> list[str]:
+def command(uv: list[str], settings: VenvSettings, python: str, pins: Path) -> list[str]:
     """Return the command that installs the pins. They are complete: nothing is resolved.
 
     Bytecode is compiled when a module is first imported. Where Python is told to write none then,
@@ -114,7 +114,7 @@ def command(uv: list[str], settings: Settings, python: str, pins: Path) -> list[
     return [*words, "--no-deps", "-r", str(pins)]
 
 
-def environment(settings: Settings, temporary: Path) -> dict[str, str]:
+def environment(settings: VenvSettings, temporary: Path) -> dict[str, str]:
     """Return the variables of that command. It unpacks below .venv: /tmp may be too small."""
     variables = {**os.environ, "TMPDIR": str(temporary.resolve())}
     if settings.system_torch:

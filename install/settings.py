@@ -19,7 +19,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
+class VenvSettings:
     """Settings of `make venv` as words NAME=VALUE; empty where not given."""
 
     torch_index: str = ""
@@ -45,7 +45,7 @@ def named_build(torch_index: str) -> str | None:
     return names[-1] if names else None
 
 
-def read(words: list[str]) -> Settings:
+def read(words: list[str]) -> VenvSettings:
     """Return the settings of words NAME=VALUE; RefusedError where a value cannot be obeyed."""
     values = dict(word.split("=", 1) for word in words)
     system_torch, installer = values.get("SYSTEM_TORCH", ""), values.get("INSTALLER", "")
@@ -64,7 +64,7 @@ def read(words: list[str]) -> Settings:
             f"TORCH_INDEX={torch_index} does not end with cpu, cu126 or cu130, the builds of torch"
             f" {locked('torch')} that are locked; give one of them, such as {PYTORCH}/cu126"
         )
-    return Settings(torch_index, bool(system_torch), installer)
+    return VenvSettings(torch_index, bool(system_torch), installer)
 
 
 def locked(name: str) -> str:
@@ -72,7 +72,7 @@ def locked(name: str) -> str:
     return pins_of(Path(LOCK))[name]
 
 
-def requirements(settings: Settings) -> list[str]:
+def requirements(settings: VenvSettings) -> list[str]:
     """Return what is installed, as pins. An index's own build of torch is named: pip and uv would
     take that of PyPI where the index has none.
     """

@@ -31,7 +31,7 @@ DOWNLOAD_BYTES, DISK_BYTES = 303_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True)
-class Machine:
+class BuildMachine:
     """Properties of this machine that compiling depends on.
 
     Attributes:
@@ -57,14 +57,14 @@ class Machine:
         return max(1, min(self.cores, self.free_memory // COMPILER_BYTES))
 
 
-def this_machine() -> Machine:
+def this_machine() -> BuildMachine:
     """Return the machine that this runs on; torch is asked, which takes seconds."""
     import psutil
     import torch
 
     header = Path(sysconfig.get_path("include"), "Python.h")
     wheels = Path(sysconfig.get_path("purelib"), "nvidia", f"cu{CUDA}", "include")
-    return Machine(
+    return BuildMachine(
         cuda=torch.version.cuda,
         compiler=shutil.which("c++"),
         python_header=header.exists(),
@@ -75,7 +75,7 @@ def this_machine() -> Machine:
     )
 
 
-def check(machine: Machine) -> None:
+def check(machine: BuildMachine) -> None:
     """Raise RefusedError where this machine cannot compile the binding, or not use it."""
     if machine.cuda is None:
         raise RefusedError(
@@ -104,7 +104,7 @@ def check(machine: Machine) -> None:
         )
 
 
-def summary(machine: Machine) -> str:
+def summary(machine: BuildMachine) -> str:
     """Return what will happen, in one line."""
     minutes = COMPILER_SECONDS / machine.jobs / 60
     compilers = f"{machine.jobs} compiler{'s' if machine.jobs > 1 else ''}"
@@ -121,14 +121,14 @@ def build_environment(environment: Mapping[str, str], jobs: int, temporary: Path
     Its setup would look for a binary on the network first, for headers in a toolkit of any
     version, and for its own commit in the git repository around it.
     """
-    own = Path(sys.executable).parent  # ninja, without which one compiler runs at a time
+    programs = Path(sys.executable).parent  # ninja, without which one compiler runs at a time
     settings = {
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
         "NVTE_BUILD_USE_NVIDIA_WHEELS": "1",
         "NVTE_NO_LOCAL_VERSION": "1",
         "MAX_JOBS": str(jobs),
         "TMPDIR": str(temporary),
-        "PATH": f"{own}{os.pathsep}{environment.get('PATH', os.defpath)}",
+        "PATH": f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}",
     }
     searched = ("CUDA_HOME", "CUDA_PATH", "CPLUS_INCLUDE_PATH", "CPATH")
     return {name: environment[name] for name in environment if name not in searched} | settings
@@ -145,18 +145,18 @@ def steps(wheels: Path) -> dict[str, list[str]]:
     to_compile = [pins[name] for name in COMPILED_WITH]
 
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    place = ["--no-deps", "--only-binary", ":all:"]
+    as_wheels = ["--no-deps", "--only-binary", ":all:"]
     kept = ["--no-deps", "--no-index", "--find-links", str(wheels)]
     compiled = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), pins[BINDING]]
     return {
-        "downloading": [*pip, "download", *place, "--dest", str(wheels), *others],
+        "downloading": [*pip, "download", *as_wheels, "--dest", str(wheels), *others],
         "headers": [*pip, "install", *kept, *to_compile],
         "compiling": [*pip, "wheel", *compiled],
         "installing": [*pip, "install", *kept, *pins.values()],
     }
 
 
-def install(machine: Machine) -> None:
+def install(machine: BuildMachine) -> None:
     """Download the wheels, compile the binding, then install all.
 
     Raises:

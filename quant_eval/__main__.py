@@ -21,17 +21,17 @@ from ckpt_tools.hf.directory import compared_results, result_directories, write_
 from ckpt_tools.hf.measured import Accuracy, Quantization, Tasks
 from ckpt_tools.hf.model import read_hf_config
 from ckpt_tools.hf.results import Result, read_result
-from quant_eval.casts.formats import CACHE_SOURCE, FORMATS
 from quant_eval.compare import FIGURES, METHOD, compare
-from quant_eval.grammar import EXAMPLES, GRAMMAR
+from quant_eval.formats import CACHE_SOURCE, FORMATS
 from quant_eval.kept import kept_run, kept_tasks
 from quant_eval.measuring.statistics import UNITS
-from quant_eval.methods import METHODS
-from quant_eval.model.families import ARCHITECTURES
+from quant_eval.quantizer import QuantSpec, parts_of
+from quant_eval.quantizers import QUANTIZERS
+from quant_eval.rotations import ROTATIONS, SHIFT_SOURCE, SMOOTH_SOURCE
 from quant_eval.settings import CalibrationSettings, RunSettings, TaskSettings
-from quant_eval.specs import QuantSpec, parse_spec
-from quant_eval.transforms.rotations import ROTATIONS, SHIFT_SOURCE, SMOOTH_SOURCE
+from quant_eval.specs import EXAMPLES, parse_spec
 from train.data.corpus import open_corpus
+from train.model.families import ARCHITECTURES
 
 app = command_group(__doc__)
 
@@ -129,13 +129,13 @@ def methods() -> None:
     print(
         "Weights: METHOD or FORMAT or METHOD-FORMAT, or w4a4 for RTN with activations of 4 bits\n"
     )
-    for name, method in METHODS.items():
-        settings = ", ".join(
-            f"{key} {'stated' if value is None else value}"
-            for key, value in method.defaults.items()
-        )
-        print(f"{name:<10} bits {', '.join(map(str, method.bits)):<20} {method.source}")
-        print(f"{'':<10} {settings}" if settings else "")
+    for quantizer in QUANTIZERS:
+        bits = ", ".join(map(str, quantizer.widths))
+        print(f"{quantizer.method:<10} bits {bits:<20} {quantizer.source}")
+        print(f"{'':<10} {_parts(quantizer)}")
+        if quantizer.saved:
+            print(f"{'':<10} checkpoints: {', '.join(quantizer.saved)}")
+        print()
     print("Formats, for rtn and gptq, and after -a for activations:\n")
     for form, numbers in FORMATS.items():
         print(f"{form:<10} {numbers.source}")
@@ -144,7 +144,24 @@ def methods() -> None:
     for rotation, row in ROTATIONS.items():
         print(f"{rotation + ('[64]' if row.takes_block else ''):<20} {row.source}")
     print(f"\nKV cache, for methods of quantdyn:\n\n{'kv8, kv4, kvfp8':<20} {CACHE_SOURCE}")
-    print(f"\nThe parts of a name, in this order:\n\n{GRAMMAR}\n\nexamples: {EXAMPLES}")
+    parts = [part for field, part in parts_of(QuantSpec).items() if field != "bits"]
+    common = "".join(f"[-{part.syntax}]" for part in parts)
+    print(f"\nThe parts after those of the method, in this order:\n\n{common}")
+    print(f"\nexamples: {EXAMPLES}")
+
+
+def _parts(quantizer: type[QuantSpec]) -> str:
+    """Return the parts of a quantizer's names that not all have, and the defaults of these."""
+    parts, defaults = list[str](), list[str]()
+    for field, part in parts_of(quantizer).items():
+        info, common = quantizer.model_fields[field], QuantSpec.model_fields.get(field)
+        if common and field != "bits" and info.default == common.default:
+            continue
+        is_needed = info.is_required() and (field != "bits" or len(quantizer.widths) > 1)
+        parts.append(f"-({part.syntax})" if is_needed else f"[-{part.syntax}]")
+        if not info.is_required():
+            defaults.append(f"{field} {info.default}")
+    return "".join(parts) + (f"; default: {', '.join(defaults)}" if defaults else "")
 
 
 @app.command("compare")
@@ -198,16 +215,16 @@ def _pending(
     """
     todo = []
     for hf_dir, directories in zip(hf_dirs, outs, strict=True):
-        pending, places = [], []
+        pending, missing = [], []
         for spec, directory in zip(specs, directories, strict=True):
             result = look_up(directory, hf_dir, spec)
             if result is None:
                 pending.append(spec)
-                places.append(directory)
+                missing.append(directory)
             else:
                 _show(result, "kept, measured before")
         if pending:
-            todo.append((hf_dir, pending, places))
+            todo.append((hf_dir, pending, missing))
     return todo
 
 

@@ -39,7 +39,7 @@ def bos_of(hf_dir: Path, rule: Bos) -> tuple[int, ...]:
         tokenizer = AutoTokenizer.from_pretrained(
             hf_dir, local_files_only=True, trust_remote_code=False
         )
-        own = tokenizer(ANY_TEXT, add_special_tokens=False)["input_ids"]
+        text = tokenizer(ANY_TEXT, add_special_tokens=False)["input_ids"]
         whole = tokenizer(ANY_TEXT)["input_ids"]
     except Exception as error:  # noqa: BLE001  what it raises depends on the tokenizer
         reason = " ".join(str(error).split())
@@ -47,11 +47,11 @@ def bos_of(hf_dir: Path, rule: Bos) -> tuple[int, ...]:
             f"{hf_dir}: its tokenizer, which says how texts begin, cannot be loaded"
             f" ({reason:.200}); copy the model's own there, or give --bos none"
         ) from None
-    starts = [start for start in range(len(whole)) if whole[start : start + len(own)] == own]
-    if not own or not starts:
+    starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
+    if not text or not starts:
         raise UserError(
-            f"{hf_dir}: its tokenizer makes {own} of the text {ANY_TEXT!r} and {whole} with what it"
-            " puts before, so how texts begin is not known; give --bos none"
+            f"{hf_dir}: its tokenizer makes {text} of the text {ANY_TEXT!r} and {whole} with what"
+            " it puts before, so how texts begin is not known; give --bos none"
         )
     before = whole[: starts[0]]
     if len(before) > 1:

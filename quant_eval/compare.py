@@ -30,7 +30,7 @@ METHOD = (
 Term = tuple[float, Result[Quantization]]  # a weight, and the result whose figure it multiplies
 
 
-class Difference(NamedTuple):
+class FigureDifference(NamedTuple):
     """Second minus first, in the unit of the figure."""
 
     value: float
@@ -39,11 +39,11 @@ class Difference(NamedTuple):
     p_value: float  # of no difference; two-sided
 
 
-class Comparison(NamedTuple):
+class ModelComparison(NamedTuple):
     """One pair of a call.
 
     Attributes:
-        first, second: places of the results in the call.
+        first, second: indices of the results in the call.
         sources: of error that the interval covers.
         p_adjusted: by Holm's correction over the pairs of the call.
         verdict: on the second, by the adjusted p-value.
@@ -53,7 +53,7 @@ class Comparison(NamedTuple):
     second: int
     first_value: float
     second_value: float
-    difference: Difference
+    difference: FigureDifference
     sources: Literal["documents", "documents and calibration draws"]
     p_adjusted: float
     verdict: Verdict
@@ -61,11 +61,11 @@ class Comparison(NamedTuple):
 
 def compare(
     results: Sequence[Result[Quantization]], pairs: Sequence[tuple[int, int]], figure: str
-) -> list[Comparison]:
+) -> list[ModelComparison]:
     """Compare every pair, with p-values adjusted over all pairs.
 
-    `pairs` are places of two results each, `figure` is one of `FIGURES`. Calibration draw k of both
-    is paired: right where it was the same text for both, and not wrong where it was not.
+    `pairs` are indices of two results, `figure` is one of `FIGURES`. Calibration draw k of both is
+    paired: right where it was the same text for both, and not wrong where it was not.
 
     Raises:
         UserError: two results are not comparable.
@@ -78,12 +78,12 @@ def compare(
     # verdicts need the p-values of all pairs
     adjusted = holm([estimate.p_value() for estimate in estimates])
     return [
-        Comparison(
+        ModelComparison(
             first,
             second,
             first_value=_value(results[first], figure),
             second_value=_value(results[second], figure),
-            difference=Difference(estimate.value, *estimate.interval(), estimate.p_value()),
+            difference=FigureDifference(estimate.value, *estimate.interval(), estimate.p_value()),
             sources=(
                 "documents and calibration draws" if DRAWS in estimate.sources else "documents"
             ),

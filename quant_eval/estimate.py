@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtr, stdtrit
 
 from base.errors import UserError
 from base.statistics import INTERVAL_LEVEL
@@ -29,7 +28,7 @@ class MeanSquare(NamedTuple):
     degrees_of_freedom: float
 
 
-class Source(NamedTuple):
+class ErrorSource(NamedTuple):
     """The part of an estimate's error that comes from one source."""
 
     standard_error: float
@@ -52,7 +51,7 @@ class Estimate:
         sources: by name; a source that was seen once is not among them.
 
     Example: 0.25 = 0.3^2 + 0.4^2, of 0.5^4 / (0.3^4 / 2 + 0.4^4 / 19) = 11.58 degrees of freedom.
-        >>> sources = {SEEDS: Source(0.3, 2), DOCUMENTS: Source(0.4, 19)}
+        >>> sources = {SEEDS: ErrorSource(0.3, 2), DOCUMENTS: ErrorSource(0.4, 19)}
         >>> estimate = Estimate(1.0, sources)
         >>> round(estimate.standard_error, 4), round(estimate.degrees_of_freedom, 2)
         (0.5, 11.58)
@@ -61,7 +60,7 @@ class Estimate:
     """
 
     value: float
-    sources: Mapping[str, Source]
+    sources: Mapping[str, ErrorSource]
 
     @property
     def holds_seeds(self) -> bool:
@@ -85,6 +84,8 @@ class Estimate:
 
     def interval(self, level: float = INTERVAL_LEVEL) -> tuple[float, float]:
         """Return (low, high), symmetric around the value."""
+        from scipy.special import stdtrit  # a third of a second, which --help need not take
+
         quantile = float(stdtrit(self.degrees_of_freedom, (1 + level) / 2))
         half_width = quantile * self.standard_error
         return self.value - half_width, self.value + half_width
@@ -93,6 +94,8 @@ class Estimate:
         """Return the two-sided p-value of the value 0."""
         if self.standard_error == 0:
             return float(self.value == 0)
+        from scipy.special import stdtr
+
         t = abs(self.value) / self.standard_error
         return min(1.0, 2 * float(stdtr(self.degrees_of_freedom, -t)))
 
@@ -141,7 +144,7 @@ def estimate_of(crossed: Crossed) -> Estimate:
     return Estimate(mean if crossed.value is None else crossed.value, sources)
 
 
-def sources_of(squares: Mapping[Effect, MeanSquare]) -> dict[str, Source]:
+def sources_of(squares: Mapping[Effect, MeanSquare]) -> dict[str, ErrorSource]:
     """Return the part of every factor in the variance of a mean, from its mean squares.
 
     In a three-way layout of random effects without replication (Searle, Casella and McCulloch 1992,
@@ -155,7 +158,7 @@ def sources_of(squares: Mapping[Effect, MeanSquare]) -> dict[str, Source]:
     taken as 0. A factor with a single value has no mean square and is left out.
     """
     factors = [name for name in AXES if frozenset({name}) in squares]
-    return {name: _source(squares, name, factors[:place]) for place, name in enumerate(factors)}
+    return {name: _source(squares, name, factors[:index]) for index, name in enumerate(factors)}
 
 
 def contrast_of(weighted: Sequence[tuple[float, Floats, Floats]]) -> tuple[Floats, Floats]:
@@ -223,7 +226,7 @@ def effects_of(factors: Iterable[str]) -> list[Effect]:
     return [frozenset(chosen) for size in sizes for chosen in combinations(names, size)]
 
 
-def _source(squares: Mapping[Effect, MeanSquare], name: str, before: list[str]) -> Source:
+def _source(squares: Mapping[Effect, MeanSquare], name: str, before: list[str]) -> ErrorSource:
     """Return what a factor adds to the factors before it: mean squares with alternating signs."""
     variance, spread = 0.0, 0.0
     for size in range(len(before) + 1):
@@ -232,5 +235,5 @@ def _source(squares: Mapping[Effect, MeanSquare], name: str, before: list[str]) 
             variance += (-1) ** size * part.variance
             spread += part.variance**2 / part.degrees_of_freedom
     if variance <= 0:
-        return Source(0.0, math.inf)
-    return Source(math.sqrt(variance), variance**2 / spread)
+        return ErrorSource(0.0, math.inf)
+    return ErrorSource(math.sqrt(variance), variance**2 / spread)

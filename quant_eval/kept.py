@@ -12,10 +12,10 @@ from ckpt_tools.hf.directory import DENSE_JSON, LINEAGE_JSON
 from ckpt_tools.hf.measured import Quantization, Read, Tasks
 from ckpt_tools.hf.model import identify, read_hf_config
 from ckpt_tools.hf.results import Result, read_result
+from quant_eval.quantizer import QuantSpec
 from quant_eval.settings import CHECKPOINT, RunSettings, TaskSettings
-from quant_eval.specs import QuantSpec
 
-PLACES = ("prefix", "path")  # of texts, which may have moved
+PATHS = ("prefix", "path")  # of texts, which may have moved
 
 
 def kept_run(
@@ -43,11 +43,7 @@ def kept_run(
 
 
 def kept_tasks(
-    directory: Path,
-    hf_dir: Path,
-    spec: QuantSpec,
-    settings: TaskSettings,
-    calibration: str | None,
+    directory: Path, hf_dir: Path, spec: QuantSpec, settings: TaskSettings, calibration: str | None
 ) -> Result[Tasks] | None:
     """Return the result in a directory if `tasks` would measure the same, None otherwise.
 
@@ -79,7 +75,7 @@ def _same[Kind: Read](
         result = read_result(directory, kind)
     except UserError:  # none, or none that can be read
         return None
-    if not _contains(result.settings, spec.model_dump(mode="json") | request):
+    if not _contains(result.settings, spec.settings() | request):
         return None
     # last, for it may read all weights
     same = identify(hf_dir)["weights_digests"] == result.model.weights_digests
@@ -87,9 +83,9 @@ def _same[Kind: Read](
 
 
 def _contains(settings: Any, request: Any) -> bool:
-    """Return whether settings have all values of a request, places aside."""
+    """Return whether settings have all values of a request, their paths aside."""
     if isinstance(request, dict):
         return isinstance(settings, dict) and all(
-            key in PLACES or _contains(settings.get(key), value) for key, value in request.items()
+            key in PATHS or _contains(settings.get(key), value) for key, value in request.items()
         )
     return bool(settings == request)

@@ -1,4 +1,8 @@
-"""The options that decide the numbers, besides the model and the spec."""
+"""The options that decide the numbers, besides the model and the spec.
+
+A study holds LossSettings and QuestionSettings. RunSettings and TaskSettings, of the commands, add
+what a study decides for each step: texts, device, and what is saved.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,35 +12,34 @@ from pydantic import Field
 
 from base.errors import UserError
 from base.frozen import Frozen
-from quant_eval.specs import QuantSpec
-from quant_eval.tasks.table import choose_tasks
+from quant_eval.paper_tasks import choose_tasks
+from quant_eval.quantizer import QuantSpec
 
 CHECKPOINT = "checkpoint"  # saved in GPTQ's format below a result's directory
 BLOCK_TOKENS = 2048  # of arXiv:2510.06213 (appendix A)
 Bos = Literal["template", "none"]  # see `quant_eval.bos`
 
 
-class ComputeSettings(Frozen):
-    """The settings of the machine, which move results by rounding only, but for the dtype."""
+class NumberSettings(Frozen):
+    """The arithmetic, which moves results by rounding only, but for the dtype."""
 
     dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="of the full and of the quantized model"
     )
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="where it is computed")
-    # Sequences per forward pass; moves results by rounding only.
-    batch_size: int = Field(default=8, ge=1)
-
-
-class CalibrationSettings(ComputeSettings):
-    """The text that methods are calibrated on."""
-
-    calibration: Path | None = Field(
-        default=None,
-        description=(
-            "token file PREFIX to calibrate on; specs that nothing is fitted for, such as rtn, do"
-            " not read it"
-        ),
+    batch_size: int = Field(
+        default=8, ge=1, description="sequences per forward pass; moves results by rounding only"
     )
+
+
+class ComputeSettings(NumberSettings):
+    """The settings of the machine."""
+
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="where it is computed")
+
+
+class DrawSettings(NumberSettings):
+    """The draws of the texts, and how the models see them."""
+
     calibration_sequences: int = Field(
         default=128, ge=1, description="sequences drawn for calibration, none twice"
     )
@@ -47,10 +50,80 @@ class CalibrationSettings(ComputeSettings):
             " any; none"
         ),
     )
-    # Tokens the model sees at once; None: BLOCK_TOKENS, or its context if less.
-    sequence_length: int | None = Field(default=None, ge=2)
-    # Of the first calibration draw and of the bootstrap.
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    sequence_length: int | None = Field(
+        default=None,
+        ge=2,
+        description=(
+            f"tokens the model sees at once; if not given {BLOCK_TOKENS}, or its context if less"
+        ),
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="of the first calibration draw and of the bootstrap",
+    )
+
+
+class LossSettings(DrawSettings):
+    """The losses before and after quantization, but for the texts: what a study holds."""
+
+    eval_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "draw documents, the same for every model and spec, until they hold this many targets;"
+            " if not given all"
+        ),
+    )
+    eval_seed: int = Field(
+        default=0,
+        ge=0,
+        description="of the draw of documents; all calibration draws share them",
+    )
+    documents: Literal["separate", "concatenated"] = Field(
+        default="separate",
+        description=(
+            "separate: none sees another; concatenated: without separator, as arXiv:2510.06213 did"
+        ),
+    )
+    calibration_seeds: int = Field(
+        default=1,
+        ge=1,
+        description="calibration draws, each quantized and measured; one for specs that read none",
+    )
+
+
+class QuestionSettings(DrawSettings):
+    """The questions to both models, but for the texts: what a study holds."""
+
+    tasks: str = Field(
+        default="paper",
+        description="names with commas between; paper: the twelve of arXiv:2510.06213",
+    )
+    shots: int = Field(default=5, ge=0, description="examples before each question")
+    limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="first items of each task, of mmlu of each subject; if not given all",
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tasks, in the order of the table."""
+        return choose_tasks(self.tasks)
+
+
+class CalibrationSettings(ComputeSettings, DrawSettings):
+    """The text that methods are calibrated on."""
+
+    calibration: Path | None = Field(
+        default=None,
+        description=(
+            "token file PREFIX to calibrate on; specs that nothing is fitted for, such as rtn, do"
+            " not read it"
+        ),
+    )
 
     def block_length(self, context: int) -> int:
         """Return the number of tokens that a model of that context sees at once."""
@@ -85,31 +158,10 @@ class CalibrationSettings(ComputeSettings):
         }
 
 
-class RunSettings(CalibrationSettings):
+class RunSettings(CalibrationSettings, LossSettings):
     """All settings of the losses before and after quantization."""
 
     eval: Path = Field(description="token file PREFIX the losses are measured on")
-    eval_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description=(
-            "draw documents, the same for every model and spec, until they hold this many targets;"
-            " if not given all"
-        ),
-    )
-    # Of the draw of documents: not that of the calibration, whose draws share the documents.
-    eval_seed: int = Field(default=0, ge=0)
-    documents: Literal["separate", "concatenated"] = Field(
-        default="separate",
-        description=(
-            "separate: none sees another; concatenated: without separator, as arXiv:2510.06213 did"
-        ),
-    )
-    calibration_seeds: int = Field(
-        default=1,
-        ge=1,
-        description="calibration draws, each quantized and measured; one for specs that read none",
-    )
     per_block: bool = Field(
         default=False, description="also quantize each block alone, and all but it"
     )
@@ -141,19 +193,9 @@ class RunSettings(CalibrationSettings):
         }
 
 
-class TaskSettings(CalibrationSettings):
+class TaskSettings(CalibrationSettings, QuestionSettings):
     """All settings of the questions to both models."""
 
-    tasks: str = Field(
-        default="paper",
-        description="names with commas between; paper: the twelve of arXiv:2510.06213",
-    )
-    shots: int = Field(default=5, ge=0, description="examples before each question")
-    limit: int | None = Field(
-        default=None,
-        ge=1,
-        description="first items of each task, of mmlu of each subject; if not given all",
-    )
     task_files: Path | None = Field(
         default=None,
         description=(
@@ -161,11 +203,6 @@ class TaskSettings(CalibrationSettings):
             " mmlu/SUBJECT.jsonl for mmlu; if not given the Hugging Face hub"
         ),
     )
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tasks, in the order of the table."""
-        return choose_tasks(self.tasks)
 
     def described(self, calibration_sha256: str | None) -> dict[str, Any]:
         """Return the description of the settings in a result, the tasks' documents aside."""

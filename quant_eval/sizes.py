@@ -5,46 +5,26 @@ A measurement asks the same of the model at hand, before it begins (`measuring.s
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from base.errors import UserError
-from quant_eval.casts.formats import FORMATS
-from quant_eval.model.families import Family
-from quant_eval.transforms.rotations import ROTATIONS
-
-if TYPE_CHECKING:
-    from quant_eval.specs import QuantSpec
+from quant_eval.formats import FORMATS
+from quant_eval.quantizer import QuantSpec
+from quant_eval.rotations import ROTATIONS
+from train.model.families.family import Family
 
 DUQUANT_BLOCK = 128  # as in arXiv:2406.01721
 LARGEST = 256  # of the known Hadamard matrices
 TILE = 16  # rows and columns of QTIP, so that one sequence is 256 weights
-AUTOROUND_MULTIPLE = 32  # auto-round leaves out linears of other sizes
-NF4_GROUP_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # of bitsandbytes
 Linears = Mapping[str, tuple[int, int]]  # outputs and inputs, by name
 
 
-def check_linears(spec: "QuantSpec", linears: Linears) -> None:
+def check_linears(spec: QuantSpec, linears: Linears) -> None:
     """Raise UserError for the first linear whose sizes a spec's rounding and casts do not fit."""
-    if spec.method == "nf4" and spec.group_size not in NF4_GROUP_SIZES:
-        sizes = ", ".join(map(str, NF4_GROUP_SIZES))
-        raise UserError(f"nf4 does not take groups of {spec.group_size}; choose one of {sizes}")
-    for name, (outputs, inputs) in linears.items():
-        if spec.group_size is not None and inputs % spec.group_size:
-            raise UserError(
-                f"group size {spec.group_size} does not divide the {inputs} input features of"
-                f" {name}; choose a divisor, or perchannel"
-            )
+    for name, shape in linears.items():
+        spec.check_sizes(name, shape)
         if spec.activations:
-            check_cast(spec.activations, inputs)
-        if spec.method == "qtip":
-            check_tiles(inputs, f"inputs of {name}", spec.bits)
-            check_tiles(outputs, f"outputs of {name}", spec.bits)
-        multiple = AUTOROUND_MULTIPLE
-        if spec.method == "autoround" and (outputs % multiple or inputs % multiple):
-            raise UserError(
-                f"auto-round leaves out {name}, {outputs} x {inputs}: it takes multiples of"
-                f" {AUTOROUND_MULTIPLE}; use our own gptq"
-            )
+            check_cast(spec.activations, shape[1])
 
 
 def check_cast(format: str, width: int) -> None:
@@ -83,7 +63,7 @@ def head_features(model: Any) -> int:
     return int(head_dim or model.hidden_size // model.num_attention_heads)
 
 
-def check_rotation(spec: "QuantSpec", model: Any) -> None:
+def check_rotation(spec: QuantSpec, model: Any) -> None:
     """Raise UserError where the sizes of a model do not fit the rotation of a spec, if it has one.
 
     `model` is its configuration, of transformers or of a run, which name the sizes alike.

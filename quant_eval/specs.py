@@ -1,181 +1,41 @@
-"""A quantization setting is one frozen value with one name, such as gptq-b3-g128-actorder."""
+"""Names of specs: a quantization setting is one frozen value with one name.
 
+A name begins with how weights are rounded: `gptq`, `nvfp4`, `gptq-nvfp4`, or `w4a4` for integers by
+rounding to nearest with activations of so many bits. If weights stay as they are, it begins with
+what is cast, such as `kv4`. One part for each setting follows, in the order of `parts_of`.
+"""
+
+import re
 from functools import cache
-from typing import Literal, Self
+from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 
 from base.errors import UserError
-from base.frozen import Frozen
-from quant_eval.casts.formats import FORMATS, Format
-from quant_eval.grammar import HINT, defaults_of, read_name, write_name
-from quant_eval.methods import CASTS, METHODS, TRANSFORMS, Method, MethodName
-from quant_eval.transforms.rotations import ROTATIONS, RotationName
+from base.names import nearest
+from quant_eval.formats import FORMATS
+from quant_eval.quantizer import QuantSpec, parts_of
+from quant_eval.quantizers import BY_METHOD, QUANTIZERS
+from quant_eval.quantizers.rtn import RTN
+from quant_eval.quantizers.unrounded import Unrounded
 
-Order = Literal["natural", "actorder", "groupaware"]
-Integers = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
+EXAMPLES = (
+    "gptq-b3-g128, gptq-b4-perchannel-asym-actorder-damp0.01, gptqmodel-b4-g128-paper,"
+    " gptaq-b3-g128, awq-b4-g128, autoround-b3-g128, rtn-b3-g32, int8-t6, nf4-g64,"
+    " gptq-b4-g128-had, w4a4-g128-quarot, w8a8-smooth0.5, nvfp4, gptq-mxfp4-a16, fp8-astatic,"
+    " ternary-g128, atom-b4-g128-keep0.03-a4, qtip-b2, kv4, gptq-b4-g128-a4-kv4-quarot"
+)
+HINT = (
+    "for example gptq-b3-g128 or w4a4-g128-quarot; 'python -m quant_eval methods' lists what a spec"
+    " can be"
+)
+_METHODS, _FORMATS = "|".join(BY_METHOD), "|".join(FORMATS)
+
+Settings = dict[str, Any]
 
 
-class QuantSpec(Frozen):
-    """The settings of a quantization of the decoder blocks' linears and their KV cache.
-
-    A setting is None, or False, where the method's row in `METHODS` does not name it.
-    """
-
-    method: MethodName
-    bits: int = Field(ge=1, le=16)
-    format: Format = Field(default="int", description="numbers that weights are rounded to")
-    group_size: int | None = Field(
-        default=None, ge=2, description="inputs that share a scale; None: a whole row does"
-    )
-    symmetric: bool | None = Field(
-        default=None, description="zero point fixed at 2^(bits - 1), or fitted per group"
-    )
-    order: Order | None = Field(default=None, description="in which columns are rounded")
-    static_groups: bool | None = Field(
-        default=None, description="grids fitted before any column is rounded"
-    )
-    damping: float | None = Field(
-        default=None, ge=0, le=1, description="added to the Hessian's diagonal, x its mean"
-    )
-    alpha: float | None = Field(
-        default=None, ge=0, le=1, description="weight of GPTAQ's asymmetric term"
-    )
-    threshold: float | None = Field(
-        default=None, ge=0, description="activations above it stay in 16 bits; 0: none do"
-    )
-    kept: float | None = Field(
-        default=None, ge=0, le=1, description="share of inputs in 8 bits (Atom) or 16 (QUIK)"
-    )
-    states: int | None = Field(
-        default=None, ge=4, le=16, description="log2 of the states of QTIP's trellis"
-    )
-    iterations: int | None = Field(default=None, ge=1, description="steps of what is learned")
-    scales: Literal["fp32", "fp16"] | None = Field(
-        default=None, description="fp16: as a checkpoint in GPTQ's format holds them"
-    )
-    activations: Integers | Format | None = Field(
-        default=None, description="numbers that the inputs of linears are cast to, token by token"
-    )
-    static_activations: bool = Field(
-        default=False, description="one scale per tensor, from the calibration text"
-    )
-    kv: Integers | Literal["fp8"] | None = Field(
-        default=None, description="numbers that keys and values are cast to"
-    )
-    shift: bool = Field(default=False, description="the inputs' means are taken off before a cast")
-    smooth: float | None = Field(
-        default=None, ge=0, le=1, description="SmoothQuant's alpha: the inputs' share of the scales"
-    )
-    rotation: RotationName | None = Field(default=None, description="of the inputs of linears")
-    rotation_block: int | None = Field(
-        default=None, ge=2, description="inputs that are rotated together; None: the whole width"
-    )
-
-    @property
-    def row(self) -> Method:
-        """The method's row of the table."""
-        return METHODS[self.method]
-
-    @property
-    def name(self) -> str:
-        """The shortest name of this value: defaults are left out."""
-        return write_name(self.model_dump())
-
-    @property
-    def casts(self) -> bool:
-        """True if more than weights is rounded, so that no weights alone reproduce it."""
-        return self.method == "int8" or bool(self.activations or self.kv)
-
-    @property
-    def is_transformed(self) -> bool:
-        """True if linears read other inputs than the model's."""
-        return bool(self.shift or self.smooth is not None or self.rotation)
-
-    @property
-    def needs_calibration(self) -> bool:
-        """True if the result depends on the calibration text."""
-        is_fitted = bool(self.rotation and ROTATIONS[self.rotation].needs_calibration)
-        has_fixed_scales = self.activations == "nvfp4" or self.static_activations
-        has_fixed_scales |= self.kv == "fp8"
-        is_fitted |= self.shift or self.smooth is not None or has_fixed_scales
-        return self.row.needs_calibration or is_fitted
-
-    @model_validator(mode="after")
-    def _options_fit_method(self) -> Self:
-        row = FORMATS.get(self.format)
-        if row and self.method not in ("rtn", "gptq"):
-            raise ValueError(f"{self.method} does not round to {self.format}; give rtn or gptq")
-        if not row and self.bits not in self.row.bits:
-            raise ValueError(
-                f"{self.method} takes {', '.join(map(str, self.row.bits))} bits, not {self.bits}"
-            )
-        defaults = defaults_of(self.model_dump())
-        for option, value in self:
-            if option in ("method", "bits", "format", "group_size"):
-                continue
-            if option in CASTS + TRANSFORMS:
-                if value not in (None, False) and option not in self.row.extras:
-                    raise ValueError(f"{self.method} does not take {option}")
-            elif (value is not None) != (option in defaults):
-                what = "needs" if value is None else "does not take"
-                raise ValueError(f"{self.method} {what} {option}")
-        return self
-
-    @model_validator(mode="after")
-    def _groups_fit(self) -> Self:
-        row = FORMATS.get(self.format)
-        if self.states is not None and self.states < 2 * self.bits:
-            raise ValueError(f"{self.bits} bits need -l{2 * self.bits} or more")
-        if self.group_size is None and self.method == "nf4":
-            raise ValueError("nf4 needs a group size")
-        if self.group_size is not None and "group_size" not in self.row.defaults:
-            raise ValueError(f"{self.method} does not take a group size")
-        if row and row.grouping is not None and self.group_size != (row.grouping or None):
-            raise ValueError(f"{self.format} has its own groups")
-        if row and (not self.symmetric or self.scales == "fp16"):
-            raise ValueError(f"{self.format} has its own scales; leave -asym and -s16 out")
-        if self.order == "groupaware" and self.group_size is None:
-            raise ValueError("groupaware orders groups: give a group size, or use actorder")
-        if self.static_groups and self.order == "groupaware":
-            raise ValueError(
-                "static groups are for natural order and actorder; groupaware keeps groups whole"
-                " anyway"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _casts_and_transforms_fit(self) -> Self:
-        rounds = self.method != "none" or self.activations
-        if not rounds and not self.kv:
-            raise ValueError("nothing is rounded; give a method, -a or -kv")
-        if self.scales == "fp16" and (self.casts or self.is_transformed):
-            raise ValueError("-s16 is for weights alone, as GPTQ's format holds them; leave it out")
-        if self.static_activations and not self.activations:
-            raise ValueError("astatic is for activations; give -a as well")
-        if self.static_activations and self.activations not in ("int8", "fp8", "fp8e5m2"):
-            raise ValueError("one scale per tensor is for 8 bits: give -a8 or -afp8")
-        if self.shift and not self.activations:
-            raise ValueError("baseq shifts what is cast; give -a, such as -a4")
-        if self.is_transformed and not rounds and self.rotation not in ("quarot", "quarot-fused"):
-            raise ValueError("the KV cache alone is rotated by quarot; give that, or a method")
-        return self
-
-    @model_validator(mode="after")
-    def _transforms_compose(self) -> Self:
-        if self.rotation is None:
-            return self
-        rotation = ROTATIONS[self.rotation]
-        if self.rotation_block and not rotation.takes_block:
-            raise ValueError(f"{self.rotation} has no blocks to choose")
-        if rotation.is_learned and (self.smooth is not None or self.shift):
-            raise ValueError(f"{self.rotation} learns all of its transform; leave the others out")
-        if self.rotation == "quarot-fused" and (self.smooth is not None or self.shift):
-            raise ValueError(
-                "quarot-fused rotates the residual stream, which nothing else can scale; give"
-                " quarot"
-            )
-        return self
+class _RefusedNameError(Exception):
+    """The reason for which a text is no name."""
 
 
 @cache
@@ -189,11 +49,99 @@ def parse_spec(text: str) -> QuantSpec:
     >>> parse_spec("rtn-b4-g128-a4-quarot").name
     'w4a4-g128-quarot'
     """
-    values = read_name(text)
     try:
-        return QuantSpec.model_validate(values)
+        kind, head, rest = _read_head(text)
+        parts = _read_parts(kind, text, rest)
+        return kind.model_validate(_completed(kind, text, head, parts))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"{part}: " for part in first["loc"])
-        reason = where + first["msg"].removeprefix("Value error, ")
-        raise UserError(f"spec {text!r}: {reason}; {HINT}") from None
+        problem = _problem_of_value(error, kind)
+    except _RefusedNameError as error:
+        problem = str(error)
+    raise UserError(f"spec {text!r}: {problem}; {HINT}")
+
+
+def _read_head(text: str) -> tuple[type[QuantSpec], Settings, str]:
+    """Return what the beginning of a name says, and its rest from the first hyphen on."""
+    if short := re.match(r"w([2-8])a([2-8])(?=-|$)", text, re.ASCII):
+        cast = {"bits": int(short[1]), "activations": f"int{short[2]}"}
+        return RTN, cast, text[short.end() :]
+    if plain := re.match(rf"({_FORMATS})(?=-|$)", text):
+        return RTN, {"format": plain[1]}, text[plain.end() :]
+    if named := re.match(rf"({_METHODS})(?:-({_FORMATS}))?(?=-|$)", text):
+        kind, form = BY_METHOD[named[1]], named[2]
+        if form and "format" not in kind.model_fields:
+            with_formats = [each.method for each in QUANTIZERS if "format" in each.model_fields]
+            raise _RefusedNameError(
+                f"{named[1]} does not round to {form}; give {' or '.join(with_formats)}"
+            )
+        return kind, {"format": form} if form else {}, text[named.end() :]
+    return Unrounded, {}, f"-{text}"
+
+
+def _read_parts(kind: type[QuantSpec], text: str, rest: str) -> Settings:
+    """Return the settings that the parts of a name state, each once and in their order."""
+    for word, meaning in kind.abbreviations.items():
+        if match := re.fullmatch(rf"((?:-[bg]\d{{1,6}})*)-{word}", rest, re.ASCII):
+            settings = _read_parts(kind, text, match[1])
+            size = meaning["group_size"]
+            if settings.get("group_size") != size:
+                raise _RefusedNameError(
+                    f"{word} stands for all settings of {kind.method} but bits, in groups of {size}"
+                )
+            return settings | dict(meaning)
+    settings = {}
+    for field, part in parts_of(kind).items():
+        if match := re.match(rf"-({part.pattern})(?=-|$)", rest, re.ASCII):
+            settings |= part.read(field, match[1])
+            rest = rest[match.end() :]
+    if rest:
+        raise _unread(kind, text, rest)
+    return settings
+
+
+def _completed(kind: type[QuantSpec], text: str, head: Settings, parts: Settings) -> Settings:
+    """Return all settings of a name, of which neither bits nor groups may be missing or double."""
+    row = FORMATS.get(head.get("format", "int"))
+    if row and "bits" in parts:
+        raise _RefusedNameError(f"{head['format']} has {row.bits} bits; leave -b out")
+    if row and row.grouping is not None and "group_size" in parts:
+        raise _RefusedNameError(
+            f"{head['format']} has its own groups; leave -g and -perchannel out"
+        )
+    settings = kind.implied(head | parts) | head | parts
+    if "activations" in head:  # of w4a4, which needs no groups
+        settings.setdefault("group_size", None)
+    if "bits" not in settings:
+        raise _RefusedNameError(f"{kind.method} needs its bits")
+    if "group_size" in kind.model_fields and "group_size" not in settings:
+        raise _RefusedNameError(f"{text.split('-')[0]} needs a group size or perchannel")
+    return settings
+
+
+def _unread(kind: type[QuantSpec], text: str, rest: str) -> Exception:
+    """Return what is wrong with a name whose end could not be read."""
+    for part in parts_of(kind).values():
+        if match := re.match(rf"-({part.pattern})(?=-|$)", rest, re.ASCII):
+            before = re.search(rf"-({part.pattern})(?=-)", text[: -len(rest)] + "-", re.ASCII)
+            if before:
+                return _RefusedNameError(f"{before[1]} and {match[1]} do not compose; give one")
+            return _RefusedNameError(f"{match[1]} comes too late; keep the order of the parts")
+    if rest == f"-{text}":
+        method, hyphen, parts = text.partition("-")
+        near = nearest(method, (*BY_METHOD, *FORMATS))
+        advice = f"; did you mean {near}{hyphen}{parts}?" if near else ""
+        return UserError(f"unknown spec {text!r}{advice}; {HINT}")
+    for other in QUANTIZERS:
+        for field, part in parts_of(other).items():
+            if re.match(rf"-({part.pattern})(?=-|$)", rest, re.ASCII):
+                return _RefusedNameError(f"{kind.method} does not take {field}")
+    return _RefusedNameError(f"{rest[1:]!r} is not understood")
+
+
+def _problem_of_value(error: ValidationError, kind: type[QuantSpec]) -> str:
+    """Return the first problem that the values of a name have."""
+    first = error.errors()[0]
+    where = "".join(f"{part}: " for part in first["loc"])
+    if first["type"] == "missing":
+        return f"{kind.method} needs {first['loc'][0]}"
+    return where + first["msg"].removeprefix("Value error, ")

@@ -7,7 +7,7 @@ import typer
 
 from base.cli import command_group, run_command
 from base.errors import UserError
-from slurm.states import elements_text
+from slurm.cluster import elements_text
 from study.choosing import (
     Key,
     Name,
@@ -101,7 +101,7 @@ def status(
     """
     from slurm.status.overview import look
     from slurm.status.table import lines_of
-    from slurm.status.watching import watch as watch_study
+    from slurm.status.table import watch as watch_study
 
     directory = directory_of(name, root)
     if watch:
@@ -125,7 +125,7 @@ def logs(
 
     Example: python -m slurm logs tiny quantize-1/3
     """
-    from slurm.status.logs import last_lines, log_lines, newest_logs
+    from slurm.status.overview import last_lines, log_lines, newest_logs
 
     directory = directory_of(name, root)
     if which is None:
@@ -156,7 +156,7 @@ def cancel(
 
     Example: python -m slurm cancel tiny lr3e-3 --after-checkpoint
     """
-    from slurm.cancel import cancel as cancel_elements
+    from slurm.submission.advance import cancel as cancel_elements
 
     directory = directory_of(name, root)
     cancelled, stopping = cancel_elements(directory, which, after_checkpoint=after_checkpoint)
@@ -204,7 +204,7 @@ def doctor(
 
     Example: python -m slurm doctor --site my_cluster.toml
     """
-    from slurm.doctor.visit import NEEDS, visit
+    from slurm.doctor import NEEDS, visit
     from slurm.site import load_site
 
     failed = 0
@@ -226,8 +226,8 @@ def unexclude(
 
     Example: python -m slurm unexclude tiny node7
     """
-    from slurm.submission.excluded import unexclude as include
     from slurm.submission.record import submitting
+    from slurm.submission.record import unexclude as include
 
     directory = directory_of(name, root)
     with submitting(directory):
@@ -247,7 +247,7 @@ def run(
 
     Example: python -m slurm run tiny train-lr3e-3 --interactive
     """
-    from slurm.job.interactive import allocate, run_here
+    from slurm.job.element import allocate, run_here
 
     directory = directory_of(name, root)
     (allocate if interactive else run_here)(directory, step)
@@ -262,7 +262,7 @@ def advance(
 
     Example: python -m slurm advance /shared/studies/tiny
     """
-    from slurm.job.advancing import advance_at_end
+    from slurm.job.supervision import advance_at_end
 
     advance_at_end(study_dir, ending)
 
@@ -279,7 +279,7 @@ def job(
     Example: python -m slurm job /shared/studies/tiny train 0
     /shared/studies/tiny/slurm/stop/17_0.0
     """
-    from slurm.job.run import run_element
+    from slurm.job.element import run_element
 
     run_element(study_dir, array, index, stop_file)
 

@@ -4,7 +4,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -24,6 +24,7 @@ from slurm.values import (
     Name,
     Pattern,
     SafePath,
+    SrunOption,
     TimeLimit,
     seconds_of,
     secret_in,
@@ -31,11 +32,12 @@ from slurm.values import (
 from study.machine.hardware import UNKNOWN_BYTES, Hardware
 
 EXAMPLE = Path(__file__).resolve().parent / "sites" / "example.toml"
-Kind = Literal["train", "export", "quantize", "curvature", "light"]
+JobKind = Literal["train", "export", "quantize", "curvature", "light"]
+KINDS: tuple[JobKind, ...] = get_args(JobKind)
 
 
 class Options(Frozen):
-    """Options of sbatch. None in the table of a kind: as in [slurm]; None there: not given."""
+    """Options of SLURM. None in the table of a kind: as in [slurm]; None there: not given."""
 
     partition: Name | None = None
     account: Name | None = None
@@ -48,6 +50,7 @@ class Options(Frozen):
     # Of one GPU, by which layouts are chosen; None: as the recipe has them, unchecked.
     gpu_memory_gb: Annotated[float, Field(gt=0)] | None = None
     extra: tuple[Extra, ...] | None = None  # further arguments of sbatch, as they are
+    srun_options: tuple[SrunOption, ...] | None = None  # of every srun, such as --mpi=pmix
 
 
 class Resources(Options):
@@ -93,7 +96,7 @@ class Resources(Options):
         return self
 
 
-class Kinds(Frozen):
+class ResourcesByKind(Frozen):
     """Resources of every kind of job; `light` prepares, collects and reports."""
 
     train: Resources
@@ -104,7 +107,7 @@ class Kinds(Frozen):
 
     @model_validator(mode="after")
     def _fitting(self) -> Self:
-        for kind in Kinds.model_fields:
+        for kind in KINDS:
             resources: Resources = getattr(self, kind)
             if kind != "train" and resources.nodes != 1:
                 raise ValueError(
@@ -115,11 +118,11 @@ class Kinds(Frozen):
         return self
 
 
-class Limits(Frozen):
+class JobLimits(Frozen):
     """Limits by which work is cut into jobs and a job gives up."""
 
     max_queued: Count = 100  # elements of a study in the queue at once, running ones included
-    throttle: dict[Kind, Count] = Field(default={})  # of them, those of a kind
+    throttle: dict[JobKind, Count] = Field(default={})  # of them, those of a kind
     max_array_size: Count | None = None  # by default SLURM is asked
     stop_seconds_before_limit: Annotated[int, Field(strict=True, ge=1, le=MAX_SIGNAL_SECONDS)] = 300
     restarts_in_place: Annotated[int, Field(strict=True, ge=0)] = (
@@ -174,15 +177,15 @@ class Disk(Frozen):
 
 
 class Site(Frozen):
-    """A cluster."""
+    """The content of a site file: where jobs of a cluster run, with which resources and limits."""
 
     root: SafePath  # directory of all studies, on a filesystem that every node sees
     # The interpreter outside containers.
     python: SafePath = Field(default_factory=lambda: Path(sys.executable), validate_default=True)
     project: SafePath = Field(default=Path(__file__).resolve().parent.parent, validate_default=True)
     slurm: Options = Options()
-    resources: Kinds
-    limits: Limits = Limits()
+    resources: ResourcesByKind
+    limits: JobLimits = JobLimits()
     environment: Environment = Field(default={})
     setup: Setup = Setup()
     container: Container | None = None
@@ -200,11 +203,11 @@ class Site(Frozen):
             )
         return self
 
-    def resources_of(self, kind: Kind) -> Resources:
+    def resources_of(self, kind: JobKind) -> Resources:
         """Return the resources of a job of the kind: its own table over [slurm]."""
-        own: Resources = getattr(self.resources, kind)
-        inherited = [name for name in Options.model_fields if getattr(own, name) is None]
-        return own.model_copy(update={name: getattr(self.slurm, name) for name in inherited})
+        resources: Resources = getattr(self.resources, kind)
+        inherited = [name for name in Options.model_fields if getattr(resources, name) is None]
+        return resources.model_copy(update={name: getattr(self.slurm, name) for name in inherited})
 
     @property
     def measuring_python(self) -> str:

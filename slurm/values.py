@@ -14,6 +14,13 @@ OWNED = """
     input job-name kill-on-invalid-dep no-requeue nodes ntasks ntasks-per-node open-mode output
     parsable quiet requeue signal test-only time wait wrap
 """
+# Options of srun that place and connect the tasks of a step, or that the job's end depends on.
+OWNED_BY_STEPS = """
+    chdir container-env container-image container-mounts container-name container-workdir error
+    exclude export export-file help input jobid kill-on-bad-exit multi-prog nodefile nodelist nodes
+    ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket output overlap pty
+    quit-on-interrupt relative test-only time usage version wait
+"""
 # Names that bash keeps for itself, or that the job script itself sets and reads.
 SHELL_NAMES = """
     _ BASHOPTS BASHPID BASH_ALIASES BASH_ARGC BASH_ARGV BASH_ARGV0 BASH_CMDS BASH_COMMAND BASH_ENV
@@ -24,8 +31,7 @@ SHELL_NAMES = """
 """
 # In names of variables that usually hold a secret; HF_TOKEN_PATH does not.
 SECRET = re.compile(
-    r"(^|_)((credential|secret|token)s?|pwd|pass|key|auth)(_|$)|passw(or)?d|api_?key",
-    re.IGNORECASE,
+    r"(^|_)((credential|secret|token)s?|pwd|pass|key|auth)(_|$)|passw(or)?d|api_?key", re.IGNORECASE
 )
 # Tokens that say whose they are, and `NAME=value` in a line of shell; $NAME is not a secret.
 TOKEN = re.compile(
@@ -89,20 +95,26 @@ def _checked_time(value: object) -> str:
     return text
 
 
-def _checked_extra(value: str) -> str:
-    if not re.fullmatch(r"--[a-z][a-z-]*(=[A-Za-z0-9_.,:=+@/&|*()\[\]!%^~-]*)?", value, re.ASCII):
-        raise ValueError(
-            f"{value!r:.80} is not an sbatch argument: write --name or --name=value without spaces"
-            " and quotes"
-        )
-    name = value.removeprefix("--").partition("=")[0]
-    for option in OWNED.split():
-        if option.startswith(name):  # sbatch takes abbreviations
+def _option(command: str, owned: str) -> AfterValidator:
+    """Refuse text that is no long option of a command, or one of those that this project sets."""
+
+    def check(value: str) -> str:
+        pattern = r"--[a-z][a-z-]*(=[A-Za-z0-9_.,:=+@/&|*()\[\]!%^~-]*)?"
+        if not re.fullmatch(pattern, value, re.ASCII):
             raise ValueError(
-                f"{value!r:.80} would change --{option}, which this project sets itself; leave it"
-                " out"
+                f"{value!r:.80} is not an option of {command}: write --name or --name=value without"
+                " spaces and quotes"
             )
-    return value
+        name = value.removeprefix("--").partition("=")[0]
+        for option in owned.split():
+            if option.startswith(name):  # the options of SLURM may be abbreviated
+                raise ValueError(
+                    f"{value!r:.80} would change --{option}, which this project sets itself; leave"
+                    " it out"
+                )
+        return value
+
+    return AfterValidator(check)
 
 
 def secret_in(name: str, value: object) -> str | None:
@@ -172,7 +184,8 @@ Memory = Annotated[
 Mount = Annotated[str, _matching(rf"/{PATH}*(:{PATH}+){{0,2}}", "SOURCE[:TARGET[:FLAGS]]")]
 TimeLimit = Annotated[str, BeforeValidator(_checked_time)]
 SafePath = Annotated[Path, AfterValidator(checked_path)]
-Extra = Annotated[str, AfterValidator(_checked_extra)]
+Extra = Annotated[str, _option("sbatch", OWNED)]
+SrunOption = Annotated[str, _option("srun", OWNED_BY_STEPS)]
 Line = Annotated[str, AfterValidator(_checked_line)]
 Environment = Annotated[dict[str, str], BeforeValidator(_checked_environment)]
 Address = Annotated[str, AfterValidator(_checked_uri)]

@@ -1,6 +1,7 @@
 """python -m study: an ablation from its recipe to its report."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -8,9 +9,6 @@ import typer
 
 from base.cli import command_group, run_command
 from base.errors import UserError
-from dynamics.across.commands import compare
-from dynamics.choices.commands import choose, choose_average, cooldowns
-from dynamics.forecast.commands import forecast
 from study.choosing import (
     Key,
     Name,
@@ -24,15 +22,13 @@ from study.choosing import (
     existing,
     study_of,
 )
+from study.content import loaded
 from study.definition import save_study
-from study.live import refresh
-from study.machine.run_configurations import write_run_configurations
 from study.paths import REPORT
-from study.results.commands import power
-from study.tracking.commands import mirror
 from train.planning.flops import GPUS
 
 DEFAULT_GPU = "h100"
+NICENESS = 10  # of a refresh beside the steps: a core that one wants is that step's
 app = command_group(__doc__)
 
 
@@ -42,7 +38,7 @@ def list_() -> None:
 
     Example: python -m study list
     """
-    from dynamics.recipes.shown import recipe_lines
+    from study.recipes.shown import recipe_lines
 
     typer.echo("\n".join(recipe_lines()))
 
@@ -72,12 +68,12 @@ def show(
         raise UserError(f"--gpu {gpu} says which GPUs; say with --gpus how many")
     study = study_of(name, root, profile, settings, text, tokenizer, key)
 
-    from dynamics.recipes.shown import summary
     from study.machine.estimate import disk_line, estimate_lines
     from study.machine.hardware import Hardware, planned
     from study.machine.needs import Needs
-    from study.pipeline.step import shown
-    from study.pipeline.steps import steps_of
+    from study.recipes.shown import summary
+    from study.step import shown
+    from study.steps import steps_of
 
     hardware = Hardware(1) if gpus is None else planned(gpus, gpu or DEFAULT_GPU, gpus)
     needs = Needs(study, hardware, root / study.name)
@@ -121,11 +117,11 @@ def run(
 
     from study.machine.disk import check_room
     from study.machine.hardware import this_machine
-    from study.machine.needs import Needs
+    from study.machine.needs import Needs, write_run_configurations
+    from study.pipeline.ledger import left_out_words
     from study.pipeline.locks import locked
     from study.pipeline.runner import Runner, StepError
-    from study.pipeline.status import left_out_words
-    from study.pipeline.steps import refresh_command, steps_of
+    from study.steps import refresh_command, steps_of
     from study.text.steps import check_held_out, check_text
     from study.tracking.store import opening, tracking_uri
 
@@ -170,9 +166,8 @@ def status(
 
     Example: python -m study status tiny --root runs
     """
-    from study.pipeline.ledger import Ledger
-    from study.pipeline.status import status_lines
-    from study.pipeline.steps import steps_of
+    from study.pipeline.ledger import Ledger, status_lines
+    from study.steps import steps_of
 
     directory, study = existing(name, root)
     typer.echo("\n".join(status_lines(Ledger(directory, steps_of(study)))))
@@ -187,8 +182,7 @@ def collect(
 
     Example: python -m study collect tiny --root runs
     """
-    from study.results.collect import collect_rows
-    from study.results.diverged import left_out_lines
+    from study.results.collect import collect_rows, left_out_lines
     from study.results.table import write_table
 
     directory, study = existing(name, root)
@@ -220,9 +214,9 @@ def report(
     """
     directory, study = existing(name, root)
     if claims:
-        from dynamics.claims.page import claims_text, judge_all
-        from study.report.effects import effect_tables, effects_text
-        from study.results.diverged import left_out_lines
+        from study.claims.page import claims_text, judge_all
+        from study.report.tables import effect_tables, effects_text
+        from study.results.collect import left_out_lines
         from study.results.effects import effects_of
         from study.results.paired import Paired
         from study.results.table import read_table
@@ -278,7 +272,7 @@ def tokenizer(
     """
     from study.text.tokenizer import build_tokenizer
     from train.data.documents import TextFile
-    from train.data.share import EVERYTHING, parse_share
+    from train.data.manifest import EVERYTHING, parse_share
 
     files = [TextFile(path=path, key=key) for path in sources]
     parsed = parse_share(share) if share else EVERYTHING
@@ -286,8 +280,105 @@ def tokenizer(
     typer.echo(str(out))
 
 
-app.command(hidden=True)(refresh)
-for command in (mirror, power, forecast, choose, choose_average, cooldowns, compare):
+@app.command(hidden=True)
+def refresh(name: StudyName, root: Root = Path("runs")) -> None:
+    """Bring table, report and MLflow up to what is measured by now, at low priority.
+
+    'study run' does so now and then while its steps work. MLflow has the measurements of a run in
+    the order of its models, up to the first of which one is still missing.
+
+    Example: python -m study refresh tiny --root runs
+    """
+    from study.report.report import write_report
+    from study.results.collect import collect_rows
+    from study.results.table import write_table
+    from study.tracking.importer import mirror
+    from study.tracking.store import tracking_uri
+
+    os.nice(NICENESS)
+    directory, study = existing(name, root)
+    collected = collect_rows(directory, study)
+    if collected.rows:
+        write_table(directory, study, collected.rows)
+        write_report(directory, study)
+    mirror(directory, study, tracking_uri(root), collected.settled)
+    typer.echo(f"{directory}: {collected.num_found} of {collected.expected} results")
+
+
+@app.command()
+def mirror(
+    name: StudyName,
+    root: Root = Path("runs"),
+    run: Annotated[
+        str | None, typer.Option(help="import this run's metrics alone, while it trains or after")
+    ] = None,
+    follow: Annotated[
+        float | None,
+        typer.Option(
+            min=1, help="with --run: again every so many seconds, until the run has ended"
+        ),
+    ] = None,
+) -> None:
+    """Bring MLflow up to the table and the runs' metrics; may be repeated and killed.
+
+    It is that of MLFLOW_TRACKING_URI: sqlite:///FILE, postgresql+psycopg2://USER@HOST/DB or
+    http(s)://; by default ROOT/mlflow.db. Passwords are read from ~/.pgpass or PGPASSWORD, and from
+    ~/.netrc or MLFLOW_TRACKING_USERNAME and _PASSWORD.
+
+    Example: python -m study mirror tiny --root runs
+
+    Example: MLFLOW_TRACKING_URI=http://login:5000 python -m study mirror tiny --run lr3e-3
+    --follow 60
+    """
+    from study.tracking import importer
+    from study.tracking.store import opening, tracking_uri
+
+    directory, study = existing(name, root)
+    uri = tracking_uri(root)
+    if run is None:
+        if follow is not None:
+            raise UserError("--follow needs --run: give the run that it follows")
+        summary = importer.mirror(directory, study, uri)
+        typer.echo(
+            f"{summary['metrics']} metrics in {len(summary['runs'])} runs,"
+            f" {summary['metrics_added']} of them new"
+        )
+        for of_run, lacking in summary["not_finite"].items():
+            typer.echo(f"{of_run}: {lacking}")
+    elif follow is not None:
+        importer.follow(directory, study, run, uri, follow)
+    else:
+        typer.echo(f"{importer.mirror_run(directory, study, run, uri)} metrics of {run} were new")
+    typer.echo(opening(directory, uri))
+
+
+@app.command()
+def power(
+    name: StudyName,
+    root: Root = Path("runs"),
+    difference: Annotated[
+        str, typer.Option(metavar="PERCENT%", help="to be decided, of the figure")
+    ] = "10%",
+) -> None:
+    """Show how many seeds, documents and calibration draws decide a difference, with 80% power.
+
+    By the variances that the study's own comparisons over seeds show.
+
+    Example: python -m study power tiny --difference 5%
+    """
+    from study.results.paired import Paired
+    from study.results.power import power_lines
+    from study.results.table import read_table
+
+    directory, study = existing(name, root)
+    if not re.fullmatch(r"\d*\.?\d+%", difference) or float(difference[:-1]) == 0:
+        raise UserError(f"--difference {difference} is not a share above 0; write it as 10%")
+    share = float(difference[:-1]) / 100
+    rows = read_table(directory, study)
+    typer.echo("\n".join(power_lines(study, rows, Paired(directory), share)))
+
+
+for command in loaded("commands"):
     app.command()(command)
 
 if __name__ == "__main__":

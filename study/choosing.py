@@ -10,8 +10,8 @@ from typer.core import TyperCommand
 from base.errors import UserError
 from base.frozen import NAME_PATTERN
 from base.names import nearest
-from dynamics.recipes import is_own, own_recipe, recipe_names, resolve
 from study.definition import Study, load_study
+from study.recipes.resolve import is_recipe_file, recipe_names, recipe_of_file, resolve
 from study.text.own import TextOptions
 
 Name = Annotated[
@@ -31,8 +31,9 @@ Settings = Annotated[
     typer.Option(
         "--set",
         help=(
-            "key.path=value of run.json, for every run; part of the study's name. Of a trajectory:"
-            " source, every, stage, family, pattern or table. Repeatable."
+            "PATH=VALUE of the study, or of run.json for every run, such as"
+            " quantization.eval_tokens=4096; part of the study's name. Of a trajectory also source,"
+            " every, stage, family, pattern or table. Repeatable."
         ),
     ),
 ]
@@ -105,7 +106,7 @@ def study_of(
         if value and not text:
             raise UserError(f"{option} {value} belongs to --text; give the text too")
     options = TextOptions(tuple(text), tokenizer, key) if text else None
-    if not is_own(name) and name not in recipe_names():
+    if not is_recipe_file(name) and name not in recipe_names():
         directory = directory_of(name, root)
         if (directory / "study.json").exists():
             if settings or options:
@@ -119,7 +120,8 @@ def study_of(
 
 def existing(name: str, root: Path) -> tuple[Path, Study]:
     """Return directory and study of a name below the root; of a file, that of its recipe."""
-    directory = directory_of(own_recipe(Path(name)).name if is_own(name) else name, root)
+    study_name = recipe_of_file(Path(name)).name if is_recipe_file(name) else name
+    directory = directory_of(study_name, root)
     if not (directory / "study.json").exists():
         near = nearest(name, [path.parent.name for path in root.glob("*/study.json")])
         if near:

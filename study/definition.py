@@ -1,4 +1,4 @@
-"""The definition of a study: its text, its runs and its measurements; see `dynamics.recipes`."""
+"""The definition of a study: its text, its runs and its measurements; see `study.recipes`."""
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -9,8 +9,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from base.errors import UserError
 from base.files import write_sealed
-from base.frozen import NAME_PATTERN, Shown, fingerprint
+from base.frozen import NAME_PATTERN, Showable, fingerprint
 from base.reading import as_model, read_sealed
+from curvature.settings import PlaneSettings, PredictionSettings
 from study.axes import AnyRun, Axis, Varied, axes_of, text_of, varied_of
 from study.design import Group, control_among, equal_runs, replicates_of
 from study.measurements.curvature import CURVATURE, CurvatureSettings
@@ -23,12 +24,16 @@ from study.measurements.quantization import (
 )
 from study.measurements.sizes import misfits
 from study.measurements.step import SLICE, STEP, Along
-from study.measurements.tasks import TASKS, Accuracies, TasksSettings
+from study.measurements.tasks import TASKS, TasksSettings
 from study.paths import MeasuredModel, last_model, released_model
 from study.released import ReleasedRun, unknown_parents
 from study.soups import SoupSettings
-from study.text.kinds import OwnText, PackageSources, PreparedText, TokenFiles
+from study.text_kinds import OwnText, PackageSources, PreparedText, TokenFiles
 from train.run.config import RunConfig
+
+AnySettings = (
+    QuantizationSettings | CurvatureSettings | PredictionSettings | PlaneSettings | TasksSettings
+)
 
 
 def _whose(run: Any) -> str:
@@ -43,7 +48,7 @@ Run = Annotated[
 ]  # so that what is wrong with a run is said of that kind of run alone
 
 
-class Study(Shown):
+class Study(Showable):
     """One study, resolved: what is trained and measured; the content of study.json.
 
     A run is trained here, from scratch or from a checkpoint of another run of the study
@@ -62,7 +67,7 @@ class Study(Shown):
         PackageSources | PreparedText | OwnText | TokenFiles, Field(discriminator="kind")
     ]
     settings: tuple[str, ...] = Field(
-        default=(), description="key.path=value, applied to every run of the recipe"
+        default=(), description="PATH=VALUE, by which it differs from its recipe"
     )
     runs: tuple[Run, ...] = Field(min_length=1)
     labels: dict[str, str] = Field(
@@ -70,6 +75,13 @@ class Study(Shown):
     )
     quantization: QuantizationSettings
     curvature: CurvatureSettings | None = Field(default=None, description="None: not measured")
+    step: PredictionSettings = Field(
+        default=PredictionSettings(),
+        description="of the curvature along the steps of `quantization.by_block`",
+    )
+    slice: PlaneSettings = Field(
+        default=PlaneSettings(), description="of the loss on the plane that the first of them spans"
+    )
     tasks: TasksSettings | None = Field(default=None, description="None: not measured")
     averaged_steps: tuple[int, ...] = Field(
         default=(),
@@ -137,8 +149,12 @@ class Study(Shown):
                     f"averages are to be measured at step {step}, {name} writes none there; add it"
                     " to saving.average_steps"
                 )
+        lengths = {
+            f"{name}.sequence_length": each.sequence_length
+            for name, each in self.measured_by.items()
+        }
         saves_one = len(run.save_steps) < 2 and name not in self.controls
-        yield from misfits(run, self.quantization, self.tasks, self.curvature)
+        yield from misfits(run, self._measured_specs, lengths)
         if self.quantization.by_block and saves_one:
             yield f"run {name} saves one checkpoint, a slice goes through the last two; save more"
         if run.branch_from:
@@ -155,14 +171,26 @@ class Study(Shown):
             if run.branch_from.fingerprint != fingerprint(parent):
                 yield f"{name} names another fingerprint than that of its parent {parent.name}"
 
+    @cached_property
+    def _measured_specs(self) -> tuple[str, ...]:
+        of_tasks = self.tasks.specs if self.tasks else ()
+        return (*self.quantization.at_the_end, *self.quantization.by_block, *of_tasks)
+
+    @cached_property
+    def measured_by(self) -> dict[str, AnySettings]:
+        """The settings of all that the study measures, by its field."""
+        along = ("step", "slice") if self.quantization.by_block else ()
+        parts = ("quantization", "curvature", *along, "tasks")
+        return {name: settings for name in parts if (settings := getattr(self, name))}
+
     def parent_of(self, run: RunConfig) -> RunConfig:
         """Return the run of this study that `run` branches from; ValueError without one."""
         assert run.branch_from
-        place = run.branch_from.run
+        parent_path = run.branch_from.run
         for parent in self.trained:
-            if place == f"../{parent.name}":
+            if parent_path == f"../{parent.name}":
                 return parent
-        raise ValueError(f"{run.name} branches from {place}, which is not a run of the study")
+        raise ValueError(f"{run.name} branches from {parent_path}, which is not a run of the study")
 
     def models_of(self, run: AnyRun) -> list[MeasuredModel]:
         """Return the measured models of the run by rising step, averages after weights."""
@@ -263,21 +291,21 @@ class Measurement(NamedTuple):
     settings: Any
 
 
-def _along(study: Study) -> Along | None:
-    specs, curvature = study.quantization.by_block, study.curvature
-    return Along(specs, curvature) if specs and curvature else None
+def _along[Settings](study: Study, settings: Settings) -> Along[Settings] | None:
+    specs = study.quantization.by_block
+    return Along(specs, settings) if specs else None
 
 
 # Every kind of measurement, with its settings in a study that makes it. The order is that in which
 # the steps of a run start, long ones first, so that the last run leaves no core idle.
 KINDS: tuple[tuple[Kind[Any], Callable[[Study], Any]], ...] = (
     (QUANTIZE, lambda study: study.quantization),
-    (BLOCKS, lambda study: study.quantization if _along(study) else None),
+    (BLOCKS, lambda study: study.quantization if study.quantization.by_block else None),
     (METHODS_AT_THE_END, lambda study: study.quantization),
     (CURVATURE, lambda study: study.curvature),
-    (STEP, _along),
-    (SLICE, _along),
-    (TASKS, lambda study: study.tasks and Accuracies(study.tasks, study.quantization)),
+    (STEP, lambda study: _along(study, study.step)),
+    (SLICE, lambda study: _along(study, study.slice)),
+    (TASKS, lambda study: study.tasks),
 )
 
 

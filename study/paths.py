@@ -4,8 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tools.hf.directory import LINEAGE_JSON, RESULT_JSON
-from ckpt_tools.released.download_record import DOWNLOAD_JSON
+from ckpt_tools.hf.directory import DOWNLOAD_JSON, LINEAGE_JSON, RESULT_JSON
 from study.axes import AnyRun
 from study.released import ReleasedRevision, ReleasedRun
 from train.run.directory import RunDirectory, step_name

@@ -25,6 +25,11 @@ class SoupSettings(Frozen):
             )
         return self
 
+    def describe(self) -> str:
+        """Return the soup in words: 'soup of steps 560, 592 and 640'."""
+        *before, last = map(str, self.steps)
+        return f"soup of steps {', '.join(before)} and {last}"
+
     def is_of(self, run: RunConfig) -> bool:
         """Return whether the soup is made of this run: it saves all its steps."""
         return set(self.steps) <= set(run.save_steps)

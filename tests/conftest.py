@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first; `--no-loadscope-reorder` leaves them there."""
-    first = {str(Path(__file__).parent / name): place for place, name in enumerate(FIRST)}
+    first = {str(Path(__file__).parent / name): order for order, name in enumerate(FIRST)}
     items.sort(key=lambda item: first.get(str(item.path), len(first)))
 
 

@@ -133,10 +133,10 @@ def _place() -> str:
     """Return the directory of the program, whose name is the address of its server."""
     if PLACE in os.environ:
         return os.environ[PLACE]
-    place = tempfile.mkdtemp(prefix="quantdyn-python-")
-    atexit.register(shutil.rmtree, place)
-    (Path(place) / "real").symlink_to(sys.executable)
-    with _listener(Path(place) / "python") as listener:
+    directory = tempfile.mkdtemp(prefix="quantdyn-python-")
+    atexit.register(shutil.rmtree, directory)
+    (Path(directory) / "real").symlink_to(sys.executable)
+    with _listener(Path(directory) / "python") as listener:
         subprocess.Popen(
             [sys.executable, "-m", "tests.interpreter", str(listener.fileno())],
             pass_fds=[listener.fileno()],
@@ -144,7 +144,7 @@ def _place() -> str:
             stdout=subprocess.DEVNULL,
             cwd=Path(__file__).parent.parent,
         )
-    return place
+    return directory
 
 
 def _listener(program: Path) -> socket.socket:

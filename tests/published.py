@@ -47,14 +47,14 @@ def change_config(directory: Path, removed: tuple[str, ...] = (), **changes: Any
 def shard(directory: Path, count: int = 2) -> None:
     """Cut the file of weights into several with their index."""
     weights = load_file(directory / WEIGHTS)
-    places: dict[str, str] = {}
+    files: dict[str, str] = {}
     for number in range(count):
         name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-        own = dict(list(weights.items())[number::count])
-        save_file(own, directory / name, {"format": "pt"})
-        places |= dict.fromkeys(own, name)
+        tensors = dict(list(weights.items())[number::count])
+        save_file(tensors, directory / name, {"format": "pt"})
+        files |= dict.fromkeys(tensors, name)
     (directory / WEIGHTS).unlink()
-    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
     (directory / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
 
 

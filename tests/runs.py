@@ -15,8 +15,9 @@ from train.data.config import DataConfig
 from train.engine import Engine
 from train.model.config import ModelConfig
 from train.model.initialization import initial_parameter
+from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig, dump_run
-from train.run.optimization import Anneal, CosinePhase, OptimizerConfig, ScheduleConfig
+from train.run.optimization import Anneal, CosinePhase, ScheduleConfig
 from train.run.parallel import ParallelConfig
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -56,7 +57,7 @@ def make_run(
             sequence_length=32,
             held_out_sequences=5,
         ),
-        "optimizer": OptimizerConfig(peak_lr=peak_lr),
+        "optimizer": AdamW(peak_lr=peak_lr),
         "schedule": ScheduleConfig(
             warmup_tokens=4 * 256,
             phase=CosinePhase(horizon_tokens=100 * 256),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.commands import Entry, entries
+from docs.commands import CommandEntry, entries
 
 PROJECT = Path(__file__).resolve().parents[1]
 ENTRIES = entries()
@@ -23,7 +23,7 @@ def test_messages_name_commands_that_exist():
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.words)
-def test_help_shows_every_option_whole(entry: Entry, monkeypatch, capsys):
+def test_help_shows_every_option_whole(entry: CommandEntry, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERMINAL_WIDTH", "80")
     with pytest.raises(SystemExit, match="0"):

@@ -69,9 +69,9 @@ def prepare(
     --tokenizer tokenizer --out data/train --workers 8
     """
     from train.data.documents import parse_source
-    from train.data.part import Selection
+    from train.data.manifest import EVERYTHING, parse_share
+    from train.data.prepare import Selection
     from train.data.prepare import prepare as prepare_tokens
-    from train.data.share import EVERYTHING, parse_share
 
     selection = Selection(
         share=parse_share(share) if share else EVERYTHING,
@@ -150,7 +150,7 @@ def run(
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="key.path=value, for exploring: trains RUN_DIR-key=value beside RUN_DIR"
+            "--set", help="PATH=VALUE, for exploring: trains RUN_DIR-KEY=VALUE beside RUN_DIR"
         ),
     ] = None,
     device: Annotated[

@@ -43,8 +43,13 @@ def member_steps(average: Lawa | Ema, start: int, step: int) -> range:
     """
     interval = average.interval_steps
     first, last = (start // interval + 1) * interval, step // interval * interval
-    if isinstance(average, Lawa):
-        first = max(first, last - (average.window - 1) * interval)
+    match average:
+        case Lawa(window=window):
+            first = max(first, last - (window - 1) * interval)
+        case Ema():
+            pass  # every member since the first has a share in it
+        case _:
+            assert_never(average)
     return range(first, last + 1, interval)
 
 
@@ -93,7 +98,13 @@ class Averages:
     def describe(self, average: Lawa | Ema, step: int) -> dict[str, object]:
         """Return an average's entry in checkpoint.json: settings and `steps`, of an EMA two."""
         steps = self._members(average, step)
-        listed = list(steps) if isinstance(average, Lawa) else sorted({steps[0], steps[-1]})
+        match average:
+            case Lawa():
+                listed = list(steps)
+            case Ema():
+                listed = sorted({steps[0], steps[-1]})
+            case _:
+                assert_never(average)
         return {**average.model_dump(mode="json"), "steps": listed}
 
     @contextmanager
@@ -101,18 +112,15 @@ class Averages:
     def swapped_in(self, average: Lawa | Ema, step: int) -> Iterator[None]:
         """Compute with the average as of `step` within the block, then with the weights again."""
         weights = self._engine.weights()
-        own = [shard.to("cpu", copy=True) for shard in weights]
+        saved = [shard.to("cpu", copy=True) for shard in weights]
         steps = self._members(average, step)
-        members = [
-            self._slot(average, member)
-            for member in (steps if isinstance(average, Lawa) else steps[-1:])
-        ]
+        members = [self._slot(average, member) for member in steps[-average.slots :]]
         for index, shard in enumerate(weights):
             _mean_into(shard, [member[index] for member in members])
         self._engine.publish_weights()
         yield
-        for shard, own_shard in zip(self._engine.weights(), own, strict=True):
-            shard.copy_(own_shard)
+        for shard, saved_shard in zip(self._engine.weights(), saved, strict=True):
+            shard.copy_(saved_shard)
         self._engine.publish_weights()
 
 

@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -19,18 +19,42 @@ from train.forward_record import ForwardRecord, LinearRecord
 class StepResult(NamedTuple):
     """The figures of one update, over all ranks, per counted label.
 
-    The minimised loss is the sum of both over counted labels, divided by ALL B x S positions as in
-    OLMo: a sequence that is filtered out weakens the gradient and strengthens no other.
+    The minimised loss is the sum of loss and z-loss over counted labels, divided by ALL B x S
+    positions as in OLMo: a sequence that is filtered out weakens the gradient and strengthens no
+    other.
     """
 
     loss: float  # mean cross-entropy of the batch before the update, nats per token
-    z_loss: float  # mean z-loss, already multiplied by its coefficient
     grad_norm: float  # L2 norm of the whole gradient before clipping
-    counted_fraction: float  # of the labels that enter the loss
+    # Whatever else the engine measures in a step, finite and by the name under which it is logged.
+    metrics: Mapping[str, float]
+
+    @staticmethod
+    def of(
+        sums: Sequence[float], positions: int, grad_norm: float, **metrics: float
+    ) -> "StepResult":
+        """Return the result of a step.
+
+        Args:
+            sums: of cross-entropy, z-loss and number of counted labels, over all ranks.
+            positions: all labels of the batch, counted or not.
+            grad_norm: of the whole gradient.
+            metrics: of this engine.
+        """
+        cross_entropy, z_loss, counted = sums
+        common = {"z_loss": z_loss / max(counted, 1)}  # already multiplied by its coefficient
+        if counted < positions:
+            common["counted_fraction"] = counted / positions
+        return StepResult(cross_entropy / max(counted, 1), grad_norm, common | metrics)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Return all figures by the name under which they are logged."""
+        return {"loss": self.loss, "grad_norm": self.grad_norm, **self.metrics}
 
     def is_finite(self) -> bool:
         """Return whether nothing overflowed."""
-        return all(math.isfinite(value) for value in self)
+        return all(map(math.isfinite, self.figures.values()))
 
 
 class Snapshot(Protocol):

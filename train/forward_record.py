@@ -12,28 +12,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from base.rounding.hessian import InputHessian
+from base.hessian import InputHessian
 
 
 class ForwardRecord:
-    """Figures of forward passes by layer on this rank, which an engine's hooks hand over."""
+    """Figures of forward passes on this rank by name, which an engine's hooks hand over.
+
+    Names are those under which the figures are logged: NAME/layers.INDEX. A hook may add any.
+    """
 
     def __init__(self) -> None:
-        self.squares: dict[int, float] = defaultdict(float)
-        self.elements: dict[int, float] = defaultdict(float)
-        self.logits: dict[int, float] = {}
+        self.squares: dict[str, float] = defaultdict(float)
+        self.elements: dict[str, float] = defaultdict(float)
+        self.maxima: dict[str, float] = {}
+
+    def root_mean_square(self, name: str, x: Tensor) -> None:
+        """Take in elements of which the figure is the root mean square over all ranks."""
+        self.squares[name] += x.float().square().sum(dtype=torch.float64).item()
+        self.elements[name] += x.numel()
+
+    def maximum(self, name: str, value: float) -> None:
+        """Take in a value of which the figure is the largest over all ranks."""
+        self.maxima[name] = max(value, self.maxima.get(name, -math.inf))
 
     def residual(self, layer: int, x: Tensor) -> None:
         """Take in the residual stream after a layer, or this rank's tokens of it."""
-        self.squares[layer] += x.float().square().sum(dtype=torch.float64).item()
-        self.elements[layer] += x.numel()
+        self.root_mean_square(f"residual_rms/layers.{layer}", x)
 
     def attention(
         self, layer: int, query_BNSD: Tensor, key_BNSD: Tensor, documents_BS: Tensor | None
     ) -> None:
         """Take in queries and keys of some heads as they enter the attention."""
-        logit = largest_logit(query_BNSD, key_BNSD, documents_BS)
-        self.logits[layer] = max(logit, self.logits.get(layer, -math.inf))
+        largest = largest_logit(query_BNSD, key_BNSD, documents_BS)
+        self.maximum(f"attention_logit_max/layers.{layer}", largest)
 
 
 class LinearRecord(NamedTuple):

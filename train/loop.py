@@ -21,25 +21,23 @@ from base.progress import Progress
 from train.averages import Averages
 from train.checkpoints.attempt import Attempt, SupersededError
 from train.checkpoints.resuming import Start, resume
-from train.checkpoints.saver import Saver
-from train.checkpoints.writing import remove_unfinished
-from train.data.batches import Batch, RunData, open_data
+from train.checkpoints.saving import Saver, remove_unfinished
+from train.data.batches import Batch
 from train.distributed import start
 from train.engine import Engine, StepResult
 from train.engines import build_engine
-from train.monitoring import RANKS_EVERY_STEPS, RankClock, speed_of
+from train.monitoring import RANKS_EVERY_STEPS, Profile, RankClock, speed_of
 from train.observing import forward_figures, observed_step
-from train.prefetch import Prefetch
-from train.rounding import QuantizationProbe
+from train.rounding import QuantizationProbe, load_rounding
 from train.run.config import RunConfig, dump_run
 from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory
 from train.run.launch import Launch
 from train.run.metrics import HELD_OUT_LOSS, MetricsWriter
 from train.run.schedules import learning_rate
 from train.run.status import Ending
+from train.run_data import Prefetch, RunData, open_data
 from train.running.agreement import Agreement
-from train.running.profiling import Profile
-from train.running.watchdog import Phase, Watchdog
+from train.running.watchdog import LoopPhase, Watchdog
 from train.spikes import DivergedError, StepJudge
 
 
@@ -55,7 +53,9 @@ class _Training:
         tokens = min(PROBE_TOKENS, run.data.sequence_length)
         first_BS = held_out["held_out"].tokens_BS[:PROBE_SEQUENCES]
         self.probe_BS, self.observed = first_BS[:, :tokens], Batch.of(first_BS)
-        self.quantization = QuantizationProbe(run, self.engine, held_out["held_out"])
+        self.quantization = QuantizationProbe(
+            run, self.engine, held_out["held_out"], load_rounding() if run.probe else None
+        )
 
         def read(step: int) -> Batch:
             batch = data.batch(step, replica)
@@ -139,22 +139,20 @@ class _Training:
         # Each phase is announced to the watchdog, which names the one that hangs.
         self.clock.start()
         batch = self.batches(step)
-        self.watchdog.enter(step, Phase.COMPUTE)
+        self.watchdog.enter(step, LoopPhase.COMPUTE)
         if observes:
             result, figures = observed_step(self.engine, batch, rate, self.judge.accept)
         else:
             result = self.engine.train_step(batch, rate, self.judge.accept)
-        self.watchdog.enter(step, Phase.READ)
+        self.watchdog.enter(step, LoopPhase.READ)
         failure = self.batches.failure(step + 1)
         speed = speed_of(run, step, self.clock.stop())
-        self.watchdog.enter(step, Phase.AGREE)
+        self.watchdog.enter(step, LoopPhase.AGREE)
         memory_bytes, writing = self.agreement.share(step, failure)
-        self.watchdog.enter(step, Phase.SAVE)
+        self.watchdog.enter(step, LoopPhase.SAVE)
 
         # Stop, or note a skip, before the row is logged: a rejected update changed nothing.
-        row = {**result._asdict(), "learning_rate": rate, **speed, "memory_bytes": memory_bytes}
-        if result.counted_fraction == 1:
-            del row["counted_fraction"]
+        row = {**result.figures, "learning_rate": rate, **speed, "memory_bytes": memory_bytes}
         if self.judge.objection:
             if not self.judge.skips:
                 raise self.diverged(self.judge.objection, result.loss)
@@ -261,9 +259,9 @@ class _Training:
             self.saver.end()
             self.attempt.end("done", self.step, "")
         else:
-            place = f"step {self.step} of {self.run.total_steps}"
+            reached = f"step {self.step} of {self.run.total_steps}"
             if is_rank_zero():
-                print(f"stopped at {place}; the same command resumes", flush=True)
+                print(f"stopped at {reached}; the same command resumes", flush=True)
             asked_by = self.agreement.stop_reason or stopping.OTHER_RANK
             self.attempt.end("preempted", self.step, f"stopped by {asked_by}", asked_by=asked_by)
         self.watchdog.close()

@@ -53,8 +53,8 @@ def observed_step(
     return result, {key: math.sqrt(total) for key, total in totals.items()}
 
 
-def _summed[Key: (str, int)](dictionaries: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
-    totals: dict[Key, float] = defaultdict(float)
+def _summed(dictionaries: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    totals: dict[str, float] = defaultdict(float)
     for dictionary in dictionaries:
         for key, value in dictionary.items():
             totals[key] += value
@@ -68,17 +68,15 @@ def _part(name: str) -> str:
 
 
 def forward_figures(engine: Engine, batch: Batch) -> dict[str, float]:
-    """Return figures of a forward pass, by layer: residual_rms/layers.3, attention_logit_max/...
+    """Return the figures of a forward pass that the engine's hooks recorded, by name.
 
     Every rank gives the same sequences, so ranks that share a layer add equal or disjoint parts.
     """
     records = gathered(engine.record_forward(batch))
     squares = _summed(record.squares for record in records)
     elements = _summed(record.elements for record in records)
-    figures = {}
-    for layer in sorted(squares):
-        figures[f"residual_rms/layers.{layer}"] = math.sqrt(squares[layer] / elements[layer])
-        figures[f"attention_logit_max/layers.{layer}"] = max(
-            record.logits[layer] for record in records if layer in record.logits
-        )
+    figures = {name: math.sqrt(squares[name] / elements[name]) for name in squares}
+    for record in records:
+        for name, value in record.maxima.items():
+            figures[name] = max(value, figures.get(name, -math.inf))
     return figures

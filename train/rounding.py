@@ -1,21 +1,22 @@
 """The probe of quantization while training: losses and output errors of rounded weights.
 
 Its figures are a function of the weights and the held-out text, so a resumed run logs the same.
-Settings and cost are in `train.run.probe`.
+Settings and cost are in `train.run.probe`. Here weights are only set and measured: a function that
+the probe is handed rounds them, the one of `quant_eval`, so that both give the same weights. As
+`quant_eval` imports `train`, it is looked up by its name, and only for a run that has a probe.
 
 Shapes: O output features (rows), I input features.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 
 import torch
+from torch import Tensor
 
-from base.rounding.gptq import gptq, prepare, row_output_errors
-from base.rounding.grid import round_to_nearest
-from base.rounding.hessian import product_dtype
-from base.rounding.spec import IntegerSpec
+from base.hessian import row_output_errors
 from train.data.batches import Batch
 from train.distributed import gathered
 from train.engine import Engine
@@ -24,6 +25,19 @@ from train.run.config import RunConfig
 from train.run.metrics import HELD_OUT_LOSS, QUANTIZATION
 from train.run.probe import ProbeConfig, short_name
 
+# Takes names of specs, a weight, the mean of x x^T of its inputs where a spec needs it, and the
+# weight's name for messages; returns the rounded weights, fp32.
+Rounding = Callable[[Sequence[str], Tensor, Tensor | None, str], list[Tensor]]
+
+ROUNDING = "quant_eval.probing.round_by_names"
+
+
+def load_rounding() -> Rounding:
+    """Return the function that rounds weights by names of specs."""
+    module, _, name = ROUNDING.rpartition(".")
+    rounding: Rounding = getattr(import_module(module), name)
+    return rounding
+
 
 class QuantizationProbe:
     """The probe of a run on this rank; every rank calls `figures`.
@@ -31,10 +45,15 @@ class QuantizationProbe:
     `held_out` holds all held-out sequences, whatever the replica.
     """
 
-    def __init__(self, run: RunConfig, engine: Engine, held_out: Batch) -> None:
+    def __init__(
+        self, run: RunConfig, engine: Engine, held_out: Batch, rounding: Rounding | None
+    ) -> None:
+        """Take `rounding`, which is None for a run without a probe."""
         self._settings, self._engine = run.probe, engine
         if not run.probe:
             return
+        assert rounding
+        self._rounding = rounding
         self._linears = run.probe.linears(run.model)
         self._sequences = held_out.first(run.probe.sequences)
         # A replica whose share is less than a microbatch takes it at once, without padding.
@@ -55,51 +74,47 @@ class QuantizationProbe:
         figures = {f"{QUANTIZATION}/{HELD_OUT_LOSS}": loss}
         for bits in settings.bits:
             rtn, _ = settings.specs(bits)
-            with rounded(self._engine, rtn):
+            with rounded(self._engine, rtn, self._rounding):
                 quantized = self._engine.evaluate(self._share)
-            figures[f"{QUANTIZATION}/{rtn.name}/{HELD_OUT_LOSS}"] = quantized
-            figures[f"{QUANTIZATION}/{rtn.name}/absolute_error"] = quantized - loss
+            figures[f"{QUANTIZATION}/{rtn}/{HELD_OUT_LOSS}"] = quantized
+            figures[f"{QUANTIZATION}/{rtn}/absolute_error"] = quantized - loss
         figures |= self._output_errors(settings)
         return figures | {"probe_seconds": time.monotonic() - began_at}
 
     def _output_errors(self, settings: ProbeConfig) -> dict[str, float]:
         """Return output errors of some linears, each from the rank that has it."""
-        own = dict[str, float]()
+        errors = dict[str, float]()
         for name, record in self._engine.record_linears(self._sequences, self._linears).items():
-            own |= {
+            errors |= {
                 f"{QUANTIZATION}/{spec}/output_error/{short_name(name)}": error
-                for spec, error in output_errors(record, name, settings).items()
+                for spec, error in output_errors(record, name, settings, self._rounding).items()
             }
-        return {name: error for part in gathered(own) for name, error in part.items()}
+        return {name: error for part in gathered(errors) for name, error in part.items()}
 
 
-def output_errors(record: LinearRecord, name: str, settings: ProbeConfig) -> dict[str, float]:
+def output_errors(
+    record: LinearRecord, name: str, settings: ProbeConfig, rounding: Rounding
+) -> dict[str, float]:
     """Return |X (W - Wq)^T|^2 / |X W^T|^2 over the inputs X of a linear, by name of spec."""
     weight_OI, hessian_II = record.weight_OI, record.inputs.mean(name)
-    products = product_dtype(weight_OI.dtype)
-    errors, prepared = {}, None
-    for bits in settings.bits:
-        rtn, by_gptq = settings.specs(bits)
-        prepared = prepared or prepare(hessian_II, by_gptq, name, products)  # bits play no part
-        for spec, rounded_weight in (
-            (rtn, round_to_nearest(weight_OI, rtn)),
-            (by_gptq, gptq(weight_OI, prepared, by_gptq)),
-        ):
-            dense_OI = rounded_weight.dense().to(weight_OI.dtype)
-            error_O, norm_O = row_output_errors(weight_OI, dense_OI, hessian_II)
-            error = error_O.sum()
-            errors[spec.name] = float(error / norm_O.sum()) if error else 0.0  # 0 of a dead linear
+    specs = [spec for bits in settings.bits for spec in settings.specs(bits)]
+    errors = {}
+    for spec, rounded_OI in zip(specs, rounding(specs, weight_OI, hessian_II, name), strict=True):
+        computed_OI = rounded_OI.to(weight_OI.dtype)
+        error_O, norm_O = row_output_errors(weight_OI, computed_OI, hessian_II)
+        error = error_O.sum()
+        errors[spec] = float(error / norm_O.sum()) if error else 0.0  # 0 of a dead linear
     return errors
 
 
 @contextmanager
 @torch.no_grad()
-def rounded(engine: Engine, spec: IntegerSpec) -> Iterator[None]:
+def rounded(engine: Engine, spec: str, rounding: Rounding) -> Iterator[None]:
     """Compute with rounded weights within the block, then with the exact ones again."""
     weights = engine.linears()
-    own = [weight_OI.to("cpu", copy=True) for weight_OI in weights]
+    exact = [weight_OI.to("cpu", copy=True) for weight_OI in weights]
     for weight_OI in weights:
-        weight_OI.copy_(round_to_nearest(weight_OI, spec).dense())
+        weight_OI.copy_(rounding([spec], weight_OI, None, "a linear")[0])
     yield
-    for weight_OI, own_OI in zip(weights, own, strict=True):
-        weight_OI.copy_(own_OI)
+    for weight_OI, exact_OI in zip(weights, exact, strict=True):
+        weight_OI.copy_(exact_OI)

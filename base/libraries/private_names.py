@@ -116,23 +116,29 @@ USES = (
         "reads and sets what a rank holds of weights and gradients",
     ),
     Use(
-        "train/deepspeed/process.py",
+        "train/deepspeed/setup.py",
         _BF16,
         ("see_memory_usage",),
         "replaced: it prints, whatever the level of the log",
     ),
     Use(
-        "train/deepspeed/process.py",
+        "train/deepspeed/setup.py",
         "deepspeed.ops",
         ("__compatible_ops__",),
         "keeps DeepSpeed from compiling for minutes",
     ),
     # training: torch and datasets
     Use(
+        "train/optimizers/adamw.py",
+        "torch",
+        ("_fused_adamw_",),
+        "one kernel for all parameters, with one count of steps",
+    ),
+    Use(
         "train/megatron/optimizer.py",
         "torch",
-        ("_fused_adamw_", "_foreach_norm", "_foreach_mul_"),
-        "one kernel for all parameters, with one count of steps",
+        ("_foreach_norm", "_foreach_mul_"),
+        "one kernel for all gradients",
     ),
     Use("train/distributed.py", "torch.distributed.distributed_c10d", ("_world",), "all groups"),
     Use(
@@ -142,7 +148,7 @@ USES = (
         "says in which collective a rank hangs",
     ),
     Use(
-        "train/running/profiling.py",
+        "train/monitoring.py",
         "torch.cuda.memory",
         ("_record_memory_history", "_dump_snapshot"),
         "records the memory of a step; torch's documentation names no other way",
@@ -168,12 +174,7 @@ USES = (
         "where a tensor's bytes begin",
     ),
     # curvature
-    Use(
-        _COST,
-        "torch._subclasses.fake_tensor",
-        ("FakeTensorMode",),
-        "counts without computing",
-    ),
+    Use(_COST, "torch._subclasses.fake_tensor", ("FakeTensorMode",), "counts without computing"),
     Use(_COST, "torch.utils._python_dispatch", ("TorchDispatchMode",), "sees every operation"),
     Use(_COST, "torch.utils._pytree", ("tree_leaves",), "finds the tensors of an operation"),
     Use(_COST, "torch._ops.OpOverload", ("_overloadpacket",), "the operation of an overload"),
@@ -202,6 +203,15 @@ USES = (
         "gptqmodel.quantization.GPTQ",
         ("hessian_inverse",),
         "replaced: watched for Hessians that cannot be inverted",
+    ),
+    *(
+        Use(
+            "quant_eval/libraries/run_gptqmodel.py",
+            f"gptqmodel.quantization.{name}",
+            ("quantize",),
+            "replaced: its weights, grids, loss and number of samples are kept",
+        )
+        for name in ("GPTQ", "GPTAQ")
     ),
     Use(
         "quant_eval/libraries/pcre.py",

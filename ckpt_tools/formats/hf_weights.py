@@ -14,12 +14,23 @@ from base.files import check_fetched
 from base.reading import parse_json
 from ckpt_tools.formats.weight_files import weight_files
 from ckpt_tools.formats.weights import FileTensor
+from train.model.families import FAMILIES, LAYERS
 
 # Constants that older versions of transformers wrote among the weights, and that modules now make
-# themselves: rotary frequencies of all families, GPT-NeoX's causal mask and the value it fills in.
+# themselves: rotary frequencies of all families, and what a row has beside them.
 LEGACY_BUFFERS = re.compile(
-    r"(model|gpt_neox)\.(layers\.\d+\.(self_attn|attention)\.)?rotary_emb\.inv_freq"
-    r"|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"
+    "|".join(
+        pattern
+        for row in FAMILIES.values()
+        for pattern in (
+            rf"{row.decoder}\.({LAYERS}\.\d+\.{row.attention}\.)?rotary_emb\.inv_freq",
+            *(
+                [rf"{row.decoder}\.{LAYERS}\.\d+\.{row.legacy_buffers}"]
+                if row.legacy_buffers
+                else []
+            ),
+        )
+    )
 )
 TORCH_DTYPES = {  # by their names in headers
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},

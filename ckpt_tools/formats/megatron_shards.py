@@ -40,8 +40,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from base.errors import UserError
 from ckpt_tools.formats.weights import Described, FileTensor, check_tensors
 from train.model import megatron_names
-from train.model.config import MOST_LAYERS, ModelConfig
-from train.model.families import parameter_shapes
+from train.model.config import MOST_LAYERS, ModelConfig, parameter_shapes
 from train.run.dcp_metadata import read_metadata
 
 OPTIMIZER = "optimizer.state."
@@ -93,9 +92,9 @@ class ShardedTensors:
         for index, storage in (metadata.storage_data or {}).items():
             if (index.fqn, index.offset) not in sizes:
                 continue
-            place = checkpoint / storage.relative_path, storage.offset, storage.length
+            storage_bytes = checkpoint / storage.relative_path, storage.offset, storage.length
             corner = tuple(index.offset or ())
-            self._add_boxes(index.fqn, corner, tuple(sizes[index.fqn, index.offset]), place)
+            self._add_boxes(index.fqn, corner, tuple(sizes[index.fqn, index.offset]), storage_bytes)
 
         # Boxes do not overlap, so a tensor is complete if they hold as many numbers as it has.
         for name, tensor in self.tensors.items():
@@ -114,15 +113,15 @@ class ShardedTensors:
         key: str,
         corner: tuple[int, ...],
         shape: tuple[int, ...],
-        place: tuple[Path, int, int],
+        storage_bytes: tuple[Path, int, int],
     ) -> None:
         """Note a box, or the box of each layer in a stacked one."""
         for layer in _layers(key, shape):
             if layer is None:
-                self.boxes[key].append(Box(corner, shape, *place, 0))
+                self.boxes[key].append(Box(corner, shape, *storage_bytes, 0))
             else:
                 name = _of_layer(key, corner[0] + layer)
-                self.boxes[name].append(Box(corner[1:], shape[1:], *place, layer))
+                self.boxes[name].append(Box(corner[1:], shape[1:], *storage_bytes, layer))
 
     def _numbers(self, name: str, box: Box) -> FileTensor:
         """Return the numbers of a box, which torch.save wrote after a description of them."""

@@ -45,8 +45,8 @@ def report(
     ]
     columns = ("result", "compared with", "figure", "of the other", "difference", *errors)
     rows = [(*columns, f"{INTERVAL_LEVEL:.0%} interval", "p", "p (Holm)", "verdict")]
-    for comparison, *own_errors in zip(comparisons, *errors.values(), strict=True):
-        rows.append(_row(comparison, names, own_errors))
+    for comparison, *pair_errors in zip(comparisons, *errors.values(), strict=True):
+        rows.append(_row(comparison, names, pair_errors))
 
     typer.echo(f"{settings['figure']}, {settings['unit']}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,21 +1,54 @@
-"""config.json and generation_config.json of an HF directory."""
+"""config.json and generation_config.json of an HF directory, read and written.
+
+transformers 5 renamed keys of config.json, and reads both forms. Older versions, and servers and
+converters that follow them, read the older one alone and take a default where it is missing: a base
+of 10,000 for the rotary embedding, whatever the model was trained with. So every config.json that
+is written here has both, and one whose forms differ is refused.
+"""
 
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
+from base.errors import UserError
 from base.files import write_json
 from base.reading import read_object
 from ckpt_tools.formats.weights import DTYPES
-from ckpt_tools.hf.forward import empty_model, read_config
-from ckpt_tools.hf.renamed import older_form
+from train.model.config import MOST_LAYERS
+from train.model.families import FAMILIES
+from train.model.families.family import NO_NAMES
+
+# Keys of `rope_parameters` that were keys of config.json, in some families under other names.
+MOVED = ("rope_theta", "partial_rotary_factor")
+
+
+def read_config(hf_dir: Path) -> PretrainedConfig:
+    """Return config.json as transformers understands it; no code of the directory is run.
+
+    Raises:
+        UserError: it is damaged, of a kind that transformers does not know, or says in older keys
+            something else than in newer ones.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            hf_dir, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # noqa: BLE001  its checks of other values raise nearly anything
+        raise UserError(
+            f"{hf_dir}/config.json: {' '.join(str(error).split())[:200]}; give an HF directory"
+        ) from None
+    path = hf_dir / "config.json"
+    if not 0 < getattr(config, "num_hidden_layers", 1) <= MOST_LAYERS:
+        raise UserError(f"{path}: no model has {config.num_hidden_layers:,} layers; restore it")
+    check_forms(str(path), read_object(path))
+    return config
 
 
 def write_configuration(directory: Path, family: str, settings: dict[str, Any], dtype: str) -> None:
     """Write both files for a model of transformers' `model_type` `family`."""
     config = AutoConfig.for_model(family, **settings)
-    config.architectures = [type(empty_model(config)).__name__]
+    config.architectures, config.dtype = [FAMILIES[family].architecture], DTYPES[dtype]
     config.save_pretrained(directory)
     complete_configuration(directory, dtype)
     generation = GenerationConfig(
@@ -25,7 +58,7 @@ def write_configuration(directory: Path, family: str, settings: dict[str, Any], 
 
 
 def complete_configuration(directory: Path, dtype: str, **more: Any) -> None:
-    """Write config.json again, with every renamed key in both forms (`renamed.older_form`).
+    """Write config.json again, with every renamed key in both forms (`older_form`).
 
     Every config.json that is written comes from here.
 
@@ -39,3 +72,56 @@ def complete_configuration(directory: Path, dtype: str, **more: Any) -> None:
     config = read_object(path) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     config |= {"rope_parameters": rope} if rope else {}
     write_json(path, config | older_form(config) | more)
+
+
+def older_form(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what the keys of transformers 5 in a config.json say, by the older keys.
+
+    Example: a base for the rotary embedding, without scaling.
+        >>> older_form({"dtype": "bfloat16", "rope_parameters": {"rope_theta": 5e5}})
+        {'torch_dtype': 'bfloat16', 'rope_theta': 500000.0, 'rope_scaling': None}
+    """
+    older = {"torch_dtype": config["dtype"]} if config.get("dtype") else {}
+    rope = config.get("rope_parameters")
+    if not rope or any(isinstance(value, dict) for value in rope.values()):
+        return older  # none, or a dictionary for each kind of layer, which no older key can hold
+
+    family = FAMILIES.get(config.get("model_type", ""))
+    names = family.older_keys if family else NO_NAMES
+    older |= {names.get(key, key): rope[key] for key in MOVED if key in rope}
+    scaling = {key: value for key, value in rope.items() if key not in MOVED}
+    is_scaled = scaling.get("rope_type", "default") != "default"
+    return older | {"rope_scaling": scaling if is_scaled else None}
+
+
+def check_forms(path: str, config: dict[str, Any]) -> None:
+    """Raise UserError if a config.json has a renamed key in both forms, with other values.
+
+    Where `rope_scaling` holds a dictionary, transformers 5 does not read `rope_parameters`: then
+    the older form has to be whole.
+    """
+    scaling = config.get("rope_scaling") or {}
+    for key, value in older_form(config).items():
+        stated = [holder[key] for holder in (config, scaling) if key in holder]
+        is_missing = bool(scaling) and not stated and key != "torch_dtype"
+        meant = _comparable(config, value)
+        if is_missing or any(_comparable(config, each) != meant for each in stated):
+            newer = "dtype" if key == "torch_dtype" else "rope_parameters"
+            raise UserError(
+                f"{path}: {key} is {', '.join(map(repr, stated)) or 'missing'}, but {newer} is"
+                f" {config[newer]!r}; programs read one or the other, so restore what the model was"
+                " trained with in both"
+            )
+
+
+def _comparable(config: dict[str, Any], value: Any) -> Any:
+    """Return a value such that equal meanings are equal."""
+    if not isinstance(value, dict):
+        return value.removeprefix("torch.") if isinstance(value, str) else value
+    kind = value.get("rope_type", value.get("type", "default"))
+    if kind == "default":
+        return None
+    length = {"original_max_position_embeddings": config.get("max_position_embeddings")}
+    stated = {key: each for key, each in value.items() if each is not None}
+    scaling = {key: each for key, each in stated.items() if key not in (*MOVED, "type")}
+    return length | scaling | {"rope_type": kind}

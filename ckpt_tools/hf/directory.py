@@ -1,6 +1,7 @@
-"""Files of an HF directory besides the model: its lineage, and <measurement>/<spec>/result.json.
+"""Files of an HF directory besides the model: its lineage or download, and its results.
 
-Names are made here and nowhere else. Needs neither torch nor transformers.
+A result is at <measurement>/<spec>/result.json. Names are made here and nowhere else. Needs neither
+torch nor transformers.
 """
 
 import os
@@ -25,9 +26,12 @@ from base.files import (
     unfinished_of,
     write_sealed,
 )
-from base.reading import read_sealed
+from base.frozen import Frozen
+from base.reading import as_model, read_sealed
 
 LINEAGE_JSON = "lineage.json"
+DOWNLOAD_JSON = "download.json"
+HUB_STATE = ".cache"  # directory of huggingface_hub's notes, beside the files that it fetched
 RESULT_JSON = "result.json"
 DENSE_JSON = "dense/dense.json"  # below a result's directory, beside the dequantized weights
 VERIFICATION_PROBE = "verification/probe.safetensors"  # computed by the training engine
@@ -210,3 +214,29 @@ def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] |
         raise UserError(f"{path} lists no files; {REMAKE}") from None
     check_inside(path, files)
     return lineage, files
+
+
+class DownloadRecord(Frozen):
+    """Origin and files of a download. Written last: without it there is none.
+
+    Attributes:
+        repo: of the hub, or the run that they were exported from.
+        revision: of the repository.
+        commit: of the revision; None: copied from a directory that does not record it.
+        files: size and hash of each.
+    """
+
+    repo: str
+    revision: str
+    commit: str | None
+    files: dict[str, FileRecord]
+
+
+def read_download(directory: Path) -> DownloadRecord | None:
+    """Return download.json of a directory, None if it has none; UserError if it was changed."""
+    path = directory / DOWNLOAD_JSON
+    if not path.is_file():
+        return None
+    record = as_model(DownloadRecord, read_sealed(path, "download it again"), path)
+    check_inside(path, record.files)
+    return record

@@ -11,44 +11,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.activations import XIELUActivation
 
 from base.errors import UserError
-from base.reading import read_object
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import Weights, check_tensors, read_whole, same_bytes
-from ckpt_tools.hf.quiet import quiet_transformers
-from ckpt_tools.hf.renamed import check_forms
-from train.model.config import MOST_LAYERS
+from ckpt_tools.hf.configuration import read_config
+from train.model.families import FAMILIES
 
 CHUNK_BYTES = 1 << 20  # of fp32 weights in memory; larger ones leave holes between outputs
-# Names of a module in transformers' memory, and in its files, where they stay as released.
-NAMES_IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 
 Observe = Callable[[str, Tensor], None]
 
 
-def read_config(hf_dir: Path) -> PretrainedConfig:
-    """Return config.json as transformers understands it; no code of the directory is run.
+def quiet_transformers() -> None:
+    """Turn off transformers' bars and reports: stderr is for our progress and one-line errors."""
+    from transformers.utils import logging
 
-    Raises:
-        UserError: it is damaged, of a kind that transformers does not know, or says in older keys
-            something else than in newer ones.
-    """
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            hf_dir, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # noqa: BLE001  its checks of other values raise nearly anything
-        raise UserError(
-            f"{hf_dir}/config.json: {' '.join(str(error).split())[:200]}; give an HF directory"
-        ) from None
-    path = hf_dir / "config.json"
-    if not 0 < getattr(config, "num_hidden_layers", 1) <= MOST_LAYERS:
-        raise UserError(f"{path}: no model has {config.num_hidden_layers:,} layers; restore it")
-    check_forms(str(path), read_object(path))
-    return config
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -77,12 +59,20 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 def names_in_files(model: PreTrainedModel) -> dict[str, str]:
     """Return the key in the files of every parameter and saved constant; tied ones share one."""
-    renamed = NAMES_IN_FILES.get(model.config.model_type, {})
+    renamed = _renamed_in_files(model)
     tied: Any = (
         getattr(model, "_tied_weights_keys", None) if model.config.tie_word_embeddings else None
     )
     names = {name: renamed.get(name, name) for name in model.state_dict()}
     return {name: names[(tied or {}).get(name, name)] for name in names}
+
+
+def _renamed_in_files(model: PreTrainedModel) -> dict[str, str]:
+    """Return the names of parameters in memory whose names in files are others."""
+    family = FAMILIES.get(model.config.model_type)
+    if family is None or family.head == family.head_in_files:
+        return {}
+    return {f"{family.head}.weight": f"{family.head_in_files}.weight"}
 
 
 def check_shapes(model: PreTrainedModel, weights: Weights, source: Path) -> None:
@@ -108,7 +98,7 @@ def check_shapes(model: PreTrainedModel, weights: Weights, source: Path) -> None
 
 def copies_in_files(model: PreTrainedModel, weights: Weights) -> dict[str, str]:
     """Return the keys of the files that repeat a tied parameter, each with the key that is read."""
-    renamed = NAMES_IN_FILES.get(model.config.model_type, {})
+    renamed = _renamed_in_files(model)
     return {
         copied: read
         for name, read in names_in_files(model).items()
@@ -149,8 +139,8 @@ def stream_through(
     files = names_in_files(model)
     for name, module in model.named_modules():
         if name and any(True for _ in module.parameters()):
-            own = [key for key, _ in module.named_parameters(recurse=False)]
-            _stream(module, weights, {key: files[f"{name}.{key}"] for key in own})
+            names = [key for key, _ in module.named_parameters(recurse=False)]
+            _stream(module, weights, {key: files[f"{name}.{key}"] for key in names})
             if observe:
                 module.register_forward_hook(_reporting(name, observe))
     logits_BSV: Tensor = model(input_ids=input_ids_BS, use_cache=False).logits

@@ -15,7 +15,7 @@ class Read(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Estimate(Read):
+class MeasuredMean(Read):
     """A mean, its standard error and its interval."""
 
     mean: float
@@ -42,7 +42,7 @@ class Increase(Read):
     intervals: dict[str, Interval] = {}
 
 
-class Block(Read):
+class MeasuredBlock(Read):
     """A decoder block quantized alone, and all blocks but it."""
 
     block: int
@@ -76,7 +76,7 @@ class PerDocument(Read):
     agreements: list[float] = []
 
 
-class DrawnFigure(Read):
+class FigureByDraw(Read):
     """A figure, for each draw of the calibration text."""
 
     values: list[float]
@@ -91,10 +91,10 @@ class DrawnDocuments(Read):
     agreements: list[list[float]] = []
 
 
-class CalibrationDraws(Read):
+class MeasuredDraws(Read):
     """All figures by name, and the sums by document, for each draw of the calibration text."""
 
-    figures: dict[str, DrawnFigure] = {}
+    figures: dict[str, FigureByDraw] = {}
     per_document: DrawnDocuments = DrawnDocuments()
 
 
@@ -119,10 +119,10 @@ class Quantization(Read):
     interval: IntervalMethod | None = None
     tokens: int | None = None
     documents: int | None = None
-    calibration: CalibrationDraws | None = None
+    calibration: MeasuredDraws | None = None
     per_document: PerDocument = PerDocument()
     layers: list[Linear] = []
-    blocks: list[Block] = []
+    blocks: list[MeasuredBlock] = []
     dense: str | None = None
 
 
@@ -155,7 +155,7 @@ class Tasks(Read):
 # curvature: python -m curvature
 
 
-class Trace(Estimate):
+class Trace(MeasuredMean):
     """A trace, in nats per token per squared parameter unit."""
 
     probes: int | None = None
@@ -189,19 +189,19 @@ class Curvature(Read):
 class StepPart(Read):
     """The whole quantization step, or that of one block, in nats per token."""
 
-    first_order: Estimate | None = None
-    second_order: Estimate | None = None
-    predicted: Estimate | None = None
-    measured: Estimate | None = None
-    remainder: Estimate | None = None
-    relative_difference: Estimate | None = None
-    ratios: dict[str, Estimate | None] = {}
+    first_order: MeasuredMean | None = None
+    second_order: MeasuredMean | None = None
+    predicted: MeasuredMean | None = None
+    measured: MeasuredMean | None = None
+    remainder: MeasuredMean | None = None
+    relative_difference: MeasuredMean | None = None
+    ratios: dict[str, MeasuredMean | None] = {}
 
 
-class Step(Read):
+class MeasuredStep(Read):
     """The loss increase along a quantization step, predicted and measured."""
 
-    loss: Estimate | None = None
+    loss: MeasuredMean | None = None
     whole: StepPart | None = None
     blocks: dict[str, StepPart] = {}
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-EXPORTED_ARCHITECTURES = ("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM")
-
 
 def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict[str, Any]:
     """Return config.json of an HF directory; UserError if it is unusable or of other models."""
@@ -76,7 +74,8 @@ def load_hf_model(
     from transformers import AutoModelForCausalLM
 
     from ckpt_tools.formats.hf_weights import HFWeights
-    from ckpt_tools.hf.forward import check_shapes, empty_model, read_config
+    from ckpt_tools.hf.configuration import read_config
+    from ckpt_tools.hf.forward import check_shapes, empty_model
 
     read_hf_config(hf_dir, architectures)
     check_shapes(empty_model(read_config(hf_dir)), HFWeights(hf_dir), hf_dir)

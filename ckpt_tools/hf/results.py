@@ -9,10 +9,10 @@ from pydantic import Field, ValidationError
 from base.errors import UserError
 from base.reading import read_sealed
 from ckpt_tools.hf.directory import RESULT_JSON
-from ckpt_tools.hf.measured import Curvature, Quantization, Read, Slice, Step, Tasks
+from ckpt_tools.hf.measured import Curvature, MeasuredStep, Quantization, Read, Slice, Tasks
 
 
-class Model(Read):
+class ResultModel(Read):
     """The model that was measured."""
 
     path: str = ""
@@ -54,7 +54,7 @@ class Result[Kind: Read](Read):
     """
 
     path: Path
-    model: Model = Model()
+    model: ResultModel = ResultModel()
     spec: Spec = Spec()
     settings: dict[str, Any] = Field(default={})
     measured: Kind
@@ -65,7 +65,7 @@ NAMES: dict[type[Read], str] = {
     Quantization: "quantization ('python -m quant_eval run')",
     Tasks: "downstream tasks ('python -m quant_eval tasks')",
     Curvature: "traces or eigenvalues ('python -m curvature')",
-    Step: "a quantization step ('python -m curvature step')",
+    MeasuredStep: "a quantization step ('python -m curvature step')",
     Slice: "a slice ('python -m curvature slice')",
 }
 REMEASURE = (
@@ -76,7 +76,7 @@ KIND_OF_SETTING: dict[str, type[Read]] = {
     "tasks": Tasks,
     "evaluation": Quantization,
     "plane": Slice,
-    "quantized": Step,
+    "quantized": MeasuredStep,
     "data": Curvature,
 }
 

@@ -3,46 +3,47 @@
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from base.errors import UserError
-from base.reading import read_regular
-from ckpt_tools.hf.measurable import check_measurable
+from base.reading import parse_json, read_regular
 from ckpt_tools.released.revisions import Revision
 from ckpt_tools.released.trajectory import is_local
+from train.model.families import FAMILIES, attends_in_windows
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import ModelInfo
+    from transformers import PretrainedConfig
 
 CONFIG = "config.json"
 
 
-def check_ends(place: str, revisions: Iterable[Revision]) -> None:
+def check_ends(source: str, revisions: Iterable[Revision]) -> None:
     """Raise UserError where the first or last revision of a stage could not be measured."""
     lines: dict[tuple[str, str], list[str]] = {}
     for each in revisions:
         lines.setdefault((each.repo, each.line), []).append(each.revision)
     ends = [name for names in lines.values() for name in (names[0], names[-1])]
-    check_revisions(place, list(dict.fromkeys(ends)))
+    check_revisions(source, list(dict.fromkeys(ends)))
 
 
-def check_revisions(place: str, names: Sequence[str]) -> None:
+def check_revisions(source: str, names: Sequence[str]) -> None:
     """Raise UserError for a revision of the hub or a directory that could not be measured.
 
     No weights are read.
     """
-    if is_local(place):
+    if is_local(source):
         for name in names:
-            directory = Path(place) / name
-            check_files(place, name, (path.name for path in directory.glob("*")))
-            check_measurable(read_regular(directory / CONFIG), f"{place} at {name}")
+            directory = Path(source) / name
+            check_files(source, name, (path.name for path in directory.glob("*")))
+            check_measurable(read_regular(directory / CONFIG), f"{source} at {name}")
         return
     from ckpt_tools.released.hub import hub
 
-    with hub(place) as api:
-        plans = {name: api.model_info(place, revision=name, files_metadata=True) for name in names}
-        check_plans(api, place, plans)
+    with hub(source) as api:
+        plans = {name: api.model_info(source, revision=name, files_metadata=True) for name in names}
+        check_plans(api, source, plans)
 
 
 def check_plans(api: "HfApi", repo: str, plans: "Mapping[str, ModelInfo]") -> None:
@@ -71,3 +72,39 @@ def check_files(source: str, revision: str, names: Iterable[str]) -> None:
             f"{source} has no safetensors at {revision}; leave it out, pickled weights are not"
             " opened"
         )
+
+
+def check_measurable(content: bytes, source: str) -> None:
+    """Raise UserError unless a model with this config.json can be quantized and measured.
+
+    Code beside a model is never run: a model type that transformers does not have is refused.
+    """
+    fields = parse_json(content, f"config.json of {source}", "give another model")
+    if not isinstance(fields, dict):
+        raise UserError(f"config.json of {source} is not a JSON object; give another model")
+    kind, classes = fields.get("model_type"), fields.get("architectures") or ["none"]
+    known = f"give a model of {', '.join(FAMILIES)}"
+    if kind not in FAMILIES:
+        code = ", code of its own that is never run" if "auto_map" in fields else ""
+        raise UserError(f"{source} cannot be measured: its type is {kind!r}{code}; {known}")
+    if classes[0] != FAMILIES[kind].architecture:
+        raise UserError(f"{source} cannot be measured: it is a {classes[0]}; {known}")
+    if attends_in_windows(_config(fields, source)):
+        raise UserError(
+            f"{source} cannot be measured: {kind} with sliding windows is not supported; give a"
+            " model with full attention"
+        )
+
+
+def _config(fields: dict[str, Any], source: str) -> "PretrainedConfig":
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    settings = {key: value for key, value in fields.items() if key != "model_type"}
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(fields["model_type"], **settings)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise UserError(
+            f"config.json of {source}: {' '.join(str(error).split())[:200]}; give another model"
+        ) from None
+    return config

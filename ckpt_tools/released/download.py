@@ -1,4 +1,4 @@
-"""Download of revisions of a trajectory, from the hub or from a local directory of revisions."""
+"""Download of revisions of a trajectory or a tokenizer, from the hub or from a local directory."""
 
 import re
 import shutil
@@ -11,15 +11,19 @@ from base.files import FileRecord, committed_directory, record_file, write_seale
 from base.frozen import NAME_PATTERN
 from base.progress import Progress
 from ckpt_tools.formats.weight_files import weight_files
-from ckpt_tools.hf.directory import VERIFICATION_PROBE, read_lineage
-from ckpt_tools.released.before import check_plans, check_revisions
-from ckpt_tools.released.download_record import (
+from ckpt_tools.hf.directory import (
     DOWNLOAD_JSON,
     HUB_STATE,
+    TOKENIZER_FILES,
+    VERIFICATION_PROBE,
     DownloadRecord,
+    copy_files,
     read_download,
+    read_lineage,
 )
+from ckpt_tools.released.before import check_plans, check_revisions
 from ckpt_tools.released.trajectory import choose, is_local, origin_of, revisions_of
+from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -30,7 +34,7 @@ VOCABULARIES = ("tokenizer.model", "merges.txt", "vocab.txt")
 
 
 def download(
-    place: str,
+    source: str,
     into: Path,
     *,
     every: int | None = None,
@@ -44,7 +48,7 @@ def download(
     never are. A complete revision is left unchanged, an incomplete one is resumed.
 
     Args:
-        place: OWNER/NAME on the hub, or a local directory of revisions.
+        source: OWNER/NAME on the hub, or a local directory of revisions.
         into: directory that takes one per revision.
         every: see `trajectory.choose`.
         stage: see `trajectory.choose`.
@@ -56,7 +60,7 @@ def download(
             small, a file differs from the hub's or the source's hash, or the hub is not reached.
             Revisions that were complete before stay.
     """
-    origins = _origins(place, every, stage, family, revisions or [])
+    origins = _origins(source, every, stage, family, revisions or [])
     for name in origins:
         if not re.fullmatch(NAME_PATTERN, name):
             raise UserError(
@@ -64,28 +68,28 @@ def download(
                 " a letter"
             )
     incomplete = [name for name, repo in origins.items() if not _is_complete(into / name, repo)]
-    if incomplete and is_local(place):
-        _copy_all(Path(place), {name: origins[name] for name in incomplete}, into)
+    if incomplete and is_local(source):
+        _copy_all(Path(source), {name: origins[name] for name in incomplete}, into)
     elif incomplete:
-        _fetch_all(place, incomplete, into)
+        _fetch_all(source, incomplete, into)
     print(f"{len(origins)} revisions in {into}, {len(incomplete)} of them fetched now")
 
 
 def _origins(
-    place: str, every: int | None, stage: str | None, family: str | None, names: list[str]
+    source: str, every: int | None, stage: str | None, family: str | None, names: list[str]
 ) -> dict[str, str]:
     """Return the revisions to fetch, each with the repository that it belongs to."""
     if names and (every is not None or stage is not None):
         raise UserError(
             "--revision names what to fetch, --every and --stage choose; give one or the other"
         )
-    local = is_local(place)
+    local = is_local(source)
     if names and local:
-        return {name: _local_origin(Path(place) / name, family) for name in names}
+        return {name: _local_origin(Path(source) / name, family) for name in names}
     if names:
-        return dict.fromkeys(names, place)
-    revisions = choose(revisions_of(place, family), every=every, stage=stage)
-    return {revision.revision: revision.repo if local else place for revision in revisions}
+        return dict.fromkeys(names, source)
+    revisions = choose(revisions_of(source, family), every=every, stage=stage)
+    return {revision.revision: revision.repo if local else source for revision in revisions}
 
 
 def _local_origin(path: Path, family: str | None) -> str:
@@ -199,18 +203,18 @@ def _fetch(api: "HfApi", repo: str, plan: "ModelInfo", target: Path) -> None:
     shutil.rmtree(target / HUB_STATE)
 
 
-def _copy_all(place: Path, origins: dict[str, str], into: Path) -> None:
+def _copy_all(source: Path, origins: dict[str, str], into: Path) -> None:
     """Copy revisions; `origins` has the repository of each."""
     sizes = {}
     for revision in origins:
-        paths = sorted(path for path in (place / revision).rglob("*") if path.is_file())
-        names = {path.relative_to(place / revision).as_posix(): path for path in paths}
+        paths = sorted(path for path in (source / revision).rglob("*") if path.is_file())
+        names = {path.relative_to(source / revision).as_posix(): path for path in paths}
         sizes[revision] = {name: names[name].stat().st_size for name in filter(_is_wanted, names)}
-    check_revisions(str(place), list(origins))
+    check_revisions(str(source), list(origins))
     _check_room(sizes, into)
     with Progress("copy", total=len(origins)) as progress:
         for revision, repo in origins.items():
-            _copy(place / revision, into / revision, repo, list(sizes[revision]))
+            _copy(source / revision, into / revision, repo, list(sizes[revision]))
             progress.advance(GB=sum(sizes[revision].values()) / 1e9)
 
 
@@ -228,3 +232,38 @@ def _copy(source: Path, target: Path, repo: str, names: list[str]) -> None:
                 raise UserError(f"{source / name} was changed after it was written; restore it")
         commit = record.commit if record else None
         _seal(aside, DownloadRecord(repo=repo, revision=target.name, commit=commit, files=files))
+
+
+def fetch_tokenizer(repo: str, out: Path) -> None:
+    """Write a directory with the tokenizer of a repository; a complete one is left unchanged.
+
+    A local directory is copied every time, so that changes reach the copy.
+
+    Raises:
+        UserError: the hub is not reached, the repository holds no tokenizer.json, or `out` is
+            something else.
+    """
+    check_replaceable(out)
+    if Path(repo).is_dir():
+        load_tokenizer(Path(repo))
+        with committed_directory(out) as aside:
+            copy_files(Path(repo), aside, TOKENIZER_FILES)
+        return
+    if (out / TOKENIZER_JSON).is_file():
+        load_tokenizer(out)
+        return
+    from ckpt_tools.released.hub import hub
+
+    with hub(repo) as api, committed_directory(out) as aside:
+        patterns = list(TOKENIZER_FILES)
+        api.snapshot_download(repo, revision="main", local_dir=aside, allow_patterns=patterns)
+        shutil.rmtree(aside / HUB_STATE)
+        load_tokenizer(aside)
+
+
+def check_replaceable(out: Path) -> None:
+    """Raise UserError where a directory holds anything but a tokenizer, which is replaced."""
+    if out.exists() and not (
+        out.is_dir() and {path.name for path in out.iterdir()} <= set(TOKENIZER_FILES)
+    ):
+        raise UserError(f"{out} exists and holds more than a tokenizer; give another directory")

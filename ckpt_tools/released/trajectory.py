@@ -11,10 +11,15 @@ from pydantic import ValidationError
 
 from base.errors import UserError, explain_validation
 from base.names import take_one_of
-from ckpt_tools.hf.directory import LINEAGE_JSON, read_lineage
-from ckpt_tools.released.download_record import read_download
-from ckpt_tools.released.registry import family_of, parse_revision, repo_of_directory
-from ckpt_tools.released.revisions import Family, Revision
+from ckpt_tools.hf.directory import LINEAGE_JSON, read_download, read_lineage
+from ckpt_tools.released.revisions import (
+    Revision,
+    parse_revision,
+    repo_of_directory,
+    training_order,
+    trajectory_of,
+)
+from train.model.families.released import Trajectory
 
 UNKNOWN = "unknown"
 TRAINING = "training"  # stage of a run's exports that are not averages
@@ -25,7 +30,7 @@ MOST_NAMED = 5  # revisions that are left out for one reason; of more the number
 
 
 def revisions_of(
-    place: str, family: str | None = None, naming: Family | None = None
+    source: str, family: str | None = None, naming: Trajectory | None = None
 ) -> list[Revision]:
     """Return the revisions of a repository of the hub or of a local directory, in training order.
 
@@ -33,43 +38,43 @@ def revisions_of(
     trajectory's naming.
 
     Args:
-        place: OWNER/NAME, or a directory that holds one HF directory per revision: exports of a
+        source: OWNER/NAME, or a directory that holds one HF directory per revision: exports of a
             run, which their lineage.json describes, or revisions of a released model.
-        family: repository whose naming and schedule the revisions have; None: told by `place`, by
+        family: repository whose naming and schedule the revisions have; None: told by `source`, by
             the files of earlier downloads, or by the directory's name, which is then OWNER--NAME or
             NAME.
         naming: of revisions that belong to no known trajectory, in place of `family`.
 
     Raises:
-        UserError: `place` is neither, its family is not known, or no name follows its naming.
+        UserError: `source` is neither, its family is not known, or no name follows its naming.
     """
-    if is_local(place):
-        directory = Path(place)
+    if is_local(source):
+        directory = Path(source)
         names = sorted(path.name for path in directory.glob("[!.]*") if path.is_dir())
         return _in_order(
-            place, names, lambda name: _local_revision(directory / name, family, naming)
+            source, names, lambda name: _local_revision(directory / name, family, naming)
         )
-    repo = family or place
-    known = naming or family_of(repo)  # before the hub is asked
+    repo = family or source
+    known = naming or trajectory_of(repo)  # before the hub is asked
     from ckpt_tools.released.hub import hub
 
-    with hub(place) as api:
-        branches = [branch.name for branch in api.list_repo_refs(place).branches]
-    return _in_order(place, branches, lambda name: known.parse(repo, name))
+    with hub(source) as api:
+        branches = [branch.name for branch in api.list_repo_refs(source).branches]
+    return _in_order(source, branches, lambda name: parse_revision(repo, name, known))
 
 
-def is_local(place: str) -> bool:
-    """Return whether `place` is a directory; UserError if it is not a repository either."""
-    if Path(place).is_dir():
+def is_local(source: str) -> bool:
+    """Return whether `source` is a directory; UserError if it is not a repository either."""
+    if Path(source).is_dir():
         return True
-    if not HUB_REPO.fullmatch(place):
+    if not HUB_REPO.fullmatch(source):
         raise UserError(
-            f"{place} is not a directory; give one, or a repository of the hub as OWNER/NAME"
+            f"{source} is not a directory; give one, or a repository of the hub as OWNER/NAME"
         )
     return False
 
 
-def _in_order(place: str, names: Sequence[str], read: Callable[[str], Revision]) -> list[Revision]:
+def _in_order(source: str, names: Sequence[str], read: Callable[[str], Revision]) -> list[Revision]:
     revisions, refused = [], dict[str, UserError]()
     for name in names:
         try:
@@ -79,7 +84,7 @@ def _in_order(place: str, names: Sequence[str], read: Callable[[str], Revision])
     if not revisions and refused:
         raise next(iter(refused.values()))
     if not revisions:
-        raise UserError(f"{place} holds no revisions; give a directory of HF directories")
+        raise UserError(f"{source} holds no revisions; give a directory of HF directories")
 
     # what they are refused for, less the name before it and the advice after it
     reasons = {
@@ -106,15 +111,15 @@ def say_left_out(reasons: Mapping[str, str], total: int) -> None:
 def _order(revision: Revision) -> tuple[Any, ...]:
     """Return a sort key: the order of training, and averages of a run after its own weights."""
     try:
-        stage, ingredient, step = family_of(revision.repo).order(revision)
+        stage, ingredient, step = training_order(revision)
         return revision.repo, stage, "", ingredient, step
     except UserError:  # an export
         return revision.repo, int(revision.stage != TRAINING), revision.stage, 0, revision.step or 0
 
 
-def _local_revision(path: Path, family: str | None, naming: Family | None) -> Revision:
+def _local_revision(path: Path, family: str | None, naming: Trajectory | None) -> Revision:
     if naming:
-        return naming.parse(path.resolve().parent.name, path.name)
+        return parse_revision(path.resolve().parent.name, path.name, naming)
     lineage = None if family else read_lineage(path)
     if lineage:
         return _exported(path, lineage[0])

@@ -109,18 +109,18 @@ def check_loading(config: PretrainedConfig, settings: ProductSettings, ranks: Ra
         )
 
 
-def check_room(settings: CurvatureSettings, entries: int, place: torch.device) -> None:
+def check_room(settings: CurvatureSettings, entries: int, device: torch.device) -> None:
     """Raise UserError if vectors of `entries` entries do not fit the memory of this rank.
 
     The weights are in memory by now and the memory of a pass is known from the guard. Checked here,
     a lack of memory does not cost the hours before the vectors are needed.
     """
     # Of a pass: the most that the guard held beyond what is held now.
-    if place.type == "cuda":
-        allocated = torch.cuda.memory_allocated(place)
-        of_pass = torch.cuda.max_memory_allocated(place) - allocated
-        cached = torch.cuda.memory_reserved(place) - allocated
-        free = torch.cuda.mem_get_info(place)[0] + cached
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device)
+        of_pass = torch.cuda.max_memory_allocated(device) - allocated
+        cached = torch.cuda.memory_reserved(device) - allocated
+        free = torch.cuda.mem_get_info(device)[0] + cached
     else:
         lines = Path("/proc/self/status").read_text().splitlines()
         kilobytes = dict(line.split(":", 1) for line in lines)
@@ -131,14 +131,15 @@ def check_room(settings: CurvatureSettings, entries: int, place: torch.device) -
     if needed > free:
         raise UserError(
             f"{count} vectors of {entries:,} entries and a pass take {needed / 1e9:.3g} GB,"
-            f" {free / 1e9:.3g} are free for a rank on {place.type}; give {_fewer(settings, place)}"
+            f" {free / 1e9:.3g} are free for a rank on {device.type}; give"
+            f" {_fewer(settings, device)}"
         )
 
 
-def _fewer(settings: CurvatureSettings, place: torch.device) -> str:
+def _fewer(settings: CurvatureSettings, device: torch.device) -> str:
     """Return the options that would make room for vectors and are not given yet."""
     ways = ["more ranks with --sharding fsdp"]
-    if place.type == "cuda":
+    if device.type == "cuda":
         ways.insert(0, "--vectors host")
     if not isinstance(settings, HutchinsonSettings):
         ways.append("lower --steps and --max-iterations")

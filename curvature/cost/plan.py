@@ -15,10 +15,10 @@ from transformers import PretrainedConfig
 from base.errors import UserError
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.forward import empty_model
-from curvature.architectures import architecture_of
 from curvature.batches import checked_length
 from curvature.cost.memory import Work, gpu_memory, host_memory, work_of
 from curvature.cost.simulation import Pass, moved_around, simulate
+from curvature.dual.blocks import curved_family
 from curvature.settings import CurvatureSettings
 from train.planning.flops import GPUS
 
@@ -29,14 +29,14 @@ BANDWIDTH_SHARE = 0.5  # of the memory's bandwidth, reached by other kernels
 GPUS_PER_NODE = 8  # at most
 
 
-class Plan(NamedTuple):
+class GpuPlan(NamedTuple):
     """The GPUs that a measurement is to run on, up to 8 on a node."""
 
     world_size: int = 1
     gpu: str = "h100"
 
     @classmethod
-    def parse(cls, text: str) -> "Plan":
+    def parse(cls, text: str) -> "GpuPlan":
         """Return the plan of a text such as h100 or 8xh100, UserError for any other."""
         match = re.fullmatch(r"(?:([1-9]\d*)x)?(\w+)", text)
         if not match or match[2] not in GPUS:
@@ -68,7 +68,7 @@ class Cost(NamedTuple):
     host: float
 
 
-def estimate(config: PretrainedConfig, settings: CurvatureSettings, plan: Plan) -> Cost:
+def estimate(config: PretrainedConfig, settings: CurvatureSettings, plan: GpuPlan) -> Cost:
     """Return the cost for a model, of which its configuration is enough.
 
     Raises:
@@ -76,11 +76,11 @@ def estimate(config: PretrainedConfig, settings: CurvatureSettings, plan: Plan) 
             the model.
     """
     length = checked_length(config, settings.sequence_length)
-    architecture_of(config)
+    curved_family(config)
     sharded, sequences = settings.sharding == "fsdp", settings.microbatch_sequences
     # Of a microbatch, on the rank that has most.
-    own = math.ceil(sequences / plan.world_size) if sharded else sequences
-    on_rank = settings.model_copy(update={"microbatch_sequences": own})
+    sequences_on_rank = math.ceil(sequences / plan.world_size) if sharded else sequences
+    on_rank = settings.model_copy(update={"microbatch_sequences": sequences_on_rank})
     plain = simulate(config, on_rank, length, dual=False)
     product = simulate(config, on_rank, length, dual=True)
     size = sum(weight.numel() for weight in empty_model(config).parameters())
@@ -94,7 +94,7 @@ def estimate(config: PretrainedConfig, settings: CurvatureSettings, plan: Plan) 
     return Cost(
         parameters=size,
         work=work,
-        product_flops=product.flops * sequences / own,
+        product_flops=product.flops * sequences / sequences_on_rank,
         product_seconds=product_seconds,
         seconds=seconds if sharded else seconds / plan.world_size,
         memory=gpu_memory(config, settings, plan.world_size, max(plain.bytes, product.bytes)),
@@ -110,7 +110,7 @@ def _seconds(simulated: Pass, moved_beside: float, gpu: str) -> float:
     return matrices + (simulated.moved + moved_beside) / (BANDWIDTH_SHARE * kind.bandwidth)
 
 
-def cost_lines(cost: Cost, settings: CurvatureSettings, plan: Plan) -> list[str]:
+def cost_lines(cost: Cost, settings: CurvatureSettings, plan: GpuPlan) -> list[str]:
     """Return the estimate in words."""
     total, available = sum(cost.memory.values()), GPUS[plan.gpu].memory_bytes
     verdict = "fits" if total <= available else f"DOES NOT FIT; give {_thriftier(settings)}"

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from base.ranks import ALONE
 from ckpt_tools.formats.weights import DTYPES
-from ckpt_tools.hf.quiet import quiet_transformers
-from curvature.fused.one_pass import observed
+from ckpt_tools.hf.forward import quiet_transformers
+from curvature.dual.one_pass import observed
 from curvature.products.model import CurvedModel, cross_entropy
 from curvature.products.parameters import Parameters, Probe, dot
 from curvature.settings import ProductSettings
@@ -58,7 +58,7 @@ class Pass(NamedTuple):
     Attributes:
         flops: floating-point operations of matrix products, recomputation included.
         bf16_flops: those of them in bf16; the others are in fp32.
-        moved: bytes that all other operations read and write; a function of `curvature.fused`, as
+        moved: bytes that all other operations read and write; a function of `curvature.dual`, as
             a GPU's compiler fuses it, its arguments and results alone.
         bytes: most that activations and gradients take at once; weights and tangents come on top.
     """

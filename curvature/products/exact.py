@@ -13,8 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from curvature.products.model import CurvedModel
-from curvature.products.moving import add
-from curvature.products.parameters import Parameters, Probe, dot, local
+from curvature.products.parameters import Parameters, Probe, add, dot, local
 from curvature.products.sketch import CountSketch
 
 

@@ -22,12 +22,18 @@ from transformers import PreTrainedModel
 
 from base.errors import UserError
 from base.ranks import Ranks
-from curvature.architectures import architecture_of
-from curvature.architectures.parts import Block, Context, parameter
-from curvature.fused.cross_entropy import summed_cross_entropy
-from curvature.products.dual import Dual, rematerialised, widened
-from curvature.products.moving import copy
-from curvature.products.parameters import TANGENT, Parameters, local
+from curvature.dual.blocks import (
+    TANGENT,
+    Block,
+    Context,
+    curved_family,
+    dual_block,
+    dual_norm,
+    parameter,
+)
+from curvature.dual.cross_entropy import summed_cross_entropy
+from curvature.dual.numbers import Dual, rematerialised, widened
+from curvature.products.parameters import Parameters, copy, local
 from train.model.accumulation import embedded
 
 Sharding = Literal["none", "fsdp"]
@@ -85,8 +91,9 @@ class CurvedModel:
         self._ranks = ranks
         self._dtype = dtype or next(model.parameters()).dtype
         self.entry = _Entry(model, self._dtype, queries_per_chunk, tokens_per_chunk)
+        block = dual_block(self.entry.family)
         for layer in model.get_decoder().layers:
-            layer.forward = _extended(layer, self.entry.architecture.block, checkpointing)
+            layer.forward = _extended(layer, block, checkpointing)
         _add_tangents(model, self._dtype)
         if self._sharded:
             self._shard(model)
@@ -117,14 +124,14 @@ class CurvedModel:
 
     def dual_loss(self, tokens_BS1: Tensor) -> tuple[float, Objective]:
         """Return the mean loss per token, and its derivative along v, whose gradient is Hv."""
-        own_BS1, rows, scale = self._share(tokens_BS1)
-        loss: Dual = self.entry(own_BS1, None, rows)
+        share_BS1, rows, scale = self._share(tokens_BS1)
+        loss: Dual = self.entry(share_BS1, None, rows)
         return self._total(loss.value * scale), self._objective(loss.tangent * scale)
 
     def loss(self, tokens_BS1: Tensor, criterion: Criterion | None = None) -> Objective:
         """Return the mean per token of a criterion, cross-entropy by default, by transformers."""
-        own_BS1, rows, scale = self._share(tokens_BS1)
-        summed: Tensor = self.entry(own_BS1, criterion or cross_entropy, rows)
+        share_BS1, rows, scale = self._share(tokens_BS1)
+        summed: Tensor = self.entry(share_BS1, criterion or cross_entropy, rows)
         return self._objective(summed * scale)
 
     def _objective(self, share: Tensor) -> Objective:
@@ -163,7 +170,7 @@ class _Entry(nn.Module):
         self, model: Any, dtype: torch.dtype, queries_per_chunk: int, tokens_per_chunk: int
     ) -> None:
         super().__init__()
-        self.model, self.architecture = model, architecture_of(model.config)
+        self.model, self.family = model, curved_family(model.config)
         self._dtype = dtype
         self._queries_per_chunk, self._tokens_per_chunk = queries_per_chunk, tokens_per_chunk
 
@@ -177,8 +184,7 @@ class _Entry(nn.Module):
         return criterion(logits_BSV, tokens_BS1, rows)
 
     def _dual_loss(self, tokens_BS1: Tensor) -> Dual:
-        architecture, dtype = self.architecture, self._dtype
-        decoder = self.model.get_decoder()
+        dtype, decoder = self._dtype, self.model.get_decoder()
         inputs_BS, labels_N = tokens_BS1[:, :-1], tokens_BS1[:, 1:].flatten()
         table = parameter(self.model.get_input_embeddings(), dtype)
         hidden_BSD = widened(table.map(lambda t: embedded(inputs_BS, t)))
@@ -187,7 +193,8 @@ class _Entry(nn.Module):
         context = Context(cos_SE, sin_SE, dtype, self._queries_per_chunk)
         for layer in decoder.layers:
             hidden_BSD = layer(hidden_BSD, context)
-        normed_BSD = architecture.final_norm(getattr(decoder, architecture.norm), hidden_BSD, dtype)
+        final_norm = getattr(decoder, self.family.final_norm)
+        normed_BSD = dual_norm(self.family.norm)(final_norm, hidden_BSD, dtype, None)
         return summed_cross_entropy(
             normed_BSD.map(lambda t: t.flatten(0, 1)),
             parameter(self.model.get_output_embeddings(), dtype),

@@ -1,31 +1,33 @@
-"""All parameters of a model as one flat vector, of which each rank may hold a part.
+"""All parameters of a model as one flat vector, of which each rank may hold a part, and its copies.
 
 Shapes: P parameters of the whole model, p those of this rank (all of them unless the model is
     sharded), K vectors.
 """
 
+import functools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from curvature.products.moving import copy
+from curvature.dual.blocks import TANGENT
 from curvature.products.probes import rademacher
+from train.model.families import FAMILIES
 
 LAYER_NAME = re.compile(r".*\.layers\.(\d+)\.")
-EMBEDDING_NAME = re.compile(r".*\.embed(_tokens|_in)\.")
-TANGENT = "_tangent"  # ends the name of the tangent beside a parameter
+EMBEDDINGS = {row.embedding_weight for row in FAMILIES.values()}
+ENTRIES_PER_COPY = 1 << 24  # between host and GPU; 64 MB in fp32
 # Entries turned into float64 at once: few for a CPU's cache, many as a GPU waits for every launch.
 ENTRIES_PER_SUM = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 def block_of(name: str) -> str:
     """Return the block: embedding, layer<i>, or head (final norm and unembedding)."""
-    if EMBEDDING_NAME.match(name):
+    if name in EMBEDDINGS:
         return "embedding"
     if layer := LAYER_NAME.match(name):
         return f"layer{layer[1]}"
@@ -210,3 +212,39 @@ def _first_entry(weight: Tensor) -> int:
     # FSDP2 deals rows out as torch.chunk does.
     first = min(rows, mesh.get_local_rank() * -(-rows // mesh.size()))
     return first * (weight.numel() // rows)
+
+
+def copy(target: Tensor, source: Tensor) -> Tensor:
+    """Copy a contiguous tensor into another of the same shape, and return that one."""
+    for into, part in _pieces(target, source.detach()):
+        into.copy_(part)
+    return target
+
+
+def add(target: Tensor, source: Tensor) -> Tensor:
+    """Add a contiguous tensor to another of the same shape where that is, and return that one."""
+    for into, part in _pieces(target, source.detach()):
+        into.add_(part)
+    return target
+
+
+def _pieces(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pieces of the target, and of the source on the target's device.
+
+    Between host and GPU they pass through one pinned buffer: the GPU reads and writes pinned memory
+    at the full speed of its bus, and the copy on the host uses all of its threads. Whole vectors
+    are not pinned: a basis of many would lock most of a node's memory. The GPU changes the
+    precision.
+    """
+    if {target.device.type, source.device.type} != {"cpu", "cuda"}:
+        yield target, source
+        return
+    pinned = _buffer(source.dtype)
+    slices = (flat.split(ENTRIES_PER_COPY) for flat in (target.view(-1), source.reshape(-1)))
+    for into, part in zip(*slices, strict=True):
+        yield into, pinned[: len(part)].copy_(part).to(into.device)
+
+
+@functools.cache
+def _buffer(dtype: torch.dtype) -> Tensor:
+    return torch.empty(ENTRIES_PER_COPY, dtype=dtype, pin_memory=True)

@@ -66,10 +66,10 @@ class Sharing:
         total = sum(len(tokens_BS1) for tokens_BS1 in batches_BS1)
 
         def product(v_p: Tensor) -> Tensor:
-            own_BS1 = self._own(batches_BS1)
-            share = sum(map(len, own_BS1)) / total
+            share_BS1 = self._own(batches_BS1)
+            share = sum(map(len, share_BS1)) / total
             # A rank without a batch joins the sum with 0.
-            hv_p = hessian.mean_product(own_BS1, v_p).hv_p if own_BS1 else torch.zeros_like(v_p)
+            hv_p = hessian.mean_product(share_BS1, v_p).hv_p if share_BS1 else torch.zeros_like(v_p)
             if share < 1:
                 hv_p.mul_(share)
             on_product()

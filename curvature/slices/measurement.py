@@ -14,13 +14,14 @@ from torch import Tensor
 from base.environment import environment
 from base.errors import UserError
 from base.ranks import Ranks
-from ckpt_tools.hf.forward import names_in_files, read_config
+from ckpt_tools.hf.configuration import read_config
+from ckpt_tools.hf.forward import names_in_files
 from ckpt_tools.hf.model import identify, load_hf_model
 from curvature.batches import Batches
 from curvature.settings import SliceSettings
 from curvature.slices.plane import (
     Plane,
-    Point,
+    PlanePoint,
     SequenceLosses,
     check_finite,
     dot,
@@ -135,7 +136,7 @@ def _measured(
 
     `direct` are the points' losses from their files.
     """
-    named = [Point(0.0, 0.0), *plane.ends]
+    named = [PlanePoint(0.0, 0.0), *plane.ends]
     losses_QB = losses_at(plane, losses, named, ranks, "points")
     # Refused before the grid is paid for.
     points = [
@@ -148,7 +149,7 @@ def _measured(
         grid_coordinates([point[axis] for point in named], margin, settings.grid)
         for axis in range(2)
     )
-    grid_QB = losses_at(plane, losses, [Point(x, y) for y in y_Y for x in x_X], ranks, "grid")
+    grid_QB = losses_at(plane, losses, [PlanePoint(x, y) for y in y_Y for x in x_X], ranks, "grid")
     loss_YX = grid_QB.view(settings.grid, settings.grid, -1).mean(dim=-1)
     return {
         "points": points,
@@ -158,7 +159,7 @@ def _measured(
 
 
 def _described(
-    name: str, point: Point, direct_B: Tensor, losses_B: Tensor, base_B: Tensor
+    name: str, point: PlanePoint, direct_B: Tensor, losses_B: Tensor, base_B: Tensor
 ) -> dict[str, Any]:
     """Return a point with its losses on the plane and from its own files.
 

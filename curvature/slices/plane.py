@@ -36,7 +36,7 @@ def dot(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
     )
 
 
-class Point(NamedTuple):
+class PlanePoint(NamedTuple):
     """A place in a plane: Euclidean distances along its axes."""
 
     x: float
@@ -59,9 +59,9 @@ class Plane:
         >>> weights = {"w": torch.zeros(2)}
         >>> first, second = {"w": torch.tensor([2.0, 0.0])}, {"w": torch.tensor([3.0, 4.0])}
         >>> plane = Plane(weights, first, second)
-        >>> plane.move(Point(0.0, 4.0))
+        >>> plane.move(PlanePoint(0.0, 4.0))
         >>> plane.ends[1], weights["w"].tolist()
-        (Point(x=3.0, y=4.0), [0.0, 4.0])
+        (PlanePoint(x=3.0, y=4.0), [0.0, 4.0])
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Plane:
                 "both points are on one line with the model, which is not a plane; give another"
                 " point"
             )
-        self.ends = Point(lengths[0], 0.0), Point(along, across)
+        self.ends = PlanePoint(lengths[0], 0.0), PlanePoint(along, across)
         self.cosine = along / lengths[1]
         self._weights, self._first, self._second = weights, first, second
         self._base = {name: weight.detach().clone() for name, weight in weights.items()}
 
     @torch.no_grad()
-    def move(self, point: Point) -> None:
+    def move(self, point: PlanePoint) -> None:
         """Set the weights to those at a point, always from the base: no rounding adds up."""
         b = point.y / self.ends[1].y
         a = (point.x - b * self.ends[1].x) / self.ends[0].x  # exact at the base and the ends
@@ -126,7 +126,7 @@ class SequenceLosses:
 
 
 def losses_at(
-    plane: Plane, losses: SequenceLosses, points: Sequence[Point], ranks: Ranks, label: str
+    plane: Plane, losses: SequenceLosses, points: Sequence[PlanePoint], ranks: Ranks, label: str
 ) -> Tensor:
     """Return the losses of every sequence at every point, nats per token, float64 [Q, B].
 
@@ -148,10 +148,10 @@ def losses_at(
     return losses_QB
 
 
-def check_finite(place: str, losses_B: Tensor, next_action: str) -> None:
-    """Raise UserError that names the place if a loss there is not finite."""
+def check_finite(point: str, losses_B: Tensor, next_action: str) -> None:
+    """Raise UserError that names the point if a loss there is not finite."""
     if not torch.isfinite(losses_B).all():
-        raise UserError(f"the loss at {place} is {float(losses_B.mean())}; {next_action}")
+        raise UserError(f"the loss at {point} is {float(losses_B.mean())}; {next_action}")
 
 
 def grid_coordinates(values: Sequence[float], margin: float, count: int) -> list[float]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from curvature.spectrum.lanczos import Inner, Krylov, Product
 
 
-class Estimate(NamedTuple):
+class MomentEstimate(NamedTuple):
     """A mean over M independent start vectors and its standard error, s / sqrt(M).
 
     There is no interval: where one eigenvalue carries most of a moment the values are skewed, and
@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
     standard_error: float
 
 
-class Share(NamedTuple):
+class NegativeShare(NamedTuple):
     """The share of the N eigenvalues that are negative: the mean weight of negative nodes.
 
     A step function is not a polynomial, so a node near 0 may count on the wrong side, by its whole
@@ -60,9 +60,9 @@ class SpectralDensity(NamedTuple):
 
     nodes: list[list[float]]
     weights: list[list[float]]
-    trace: Estimate
-    squared_norm: Estimate
-    negative: Share
+    trace: MomentEstimate
+    squared_norm: MomentEstimate
+    negative: NegativeShare
 
 
 def density(
@@ -113,7 +113,7 @@ def _gauss_rule(
     return ritz.values_k.tolist(), ritz.vectors_kk[0].square().tolist()
 
 
-def _share_below_zero(nodes: list[list[float]], weights: list[list[float]]) -> Share:
+def _share_below_zero(nodes: list[list[float]], weights: list[list[float]]) -> NegativeShare:
     # The spectral measure below a node is at least the weights before it; with the node itself it
     # is at most its own weight more. So the bounds at 0 are the sums up to the node before the last
     # negative one and up to the node after it.
@@ -124,12 +124,14 @@ def _share_below_zero(nodes: list[list[float]], weights: list[list[float]]) -> S
         least.append(sums[max(below - 1, 0)])
         means.append(sums[below])
         most.append(sums[min(below + 1, len(of_nodes))])
-    return Share(*_estimate(means), statistics.fmean(least), statistics.fmean(most))
+    return NegativeShare(*_estimate(means), statistics.fmean(least), statistics.fmean(most))
 
 
 def _dot(a: list[float], b: list[float]) -> float:
     return math.fsum(x * y for x, y in zip(a, b, strict=True))
 
 
-def _estimate(values: list[float]) -> Estimate:
-    return Estimate(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
+def _estimate(values: list[float]) -> MomentEstimate:
+    return MomentEstimate(
+        statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    )

@@ -7,17 +7,17 @@ from curvature.products.parameters import Probe
 from curvature.settings import HutchinsonSettings, LanczosSettings
 from curvature.spectrum.density import density
 from curvature.spectrum.lanczos import Product, Spectrum, lanczos
-from curvature.subject import Subject
+from curvature.subject import CurvatureSubject
 
 START_PROBE = -1  # Lanczos starts from a probe that no pair uses
 
 
-def measure_top(subject: Subject, settings: HutchinsonSettings) -> dict[str, Any]:
+def measure_top(subject: CurvatureSubject, settings: HutchinsonSettings) -> dict[str, Any]:
     """Return lambda_max."""
     return _top(_extreme(subject, settings, largest=1, smallest=0))
 
 
-def measure_spectrum(subject: Subject, settings: LanczosSettings) -> dict[str, Any]:
+def measure_spectrum(subject: CurvatureSubject, settings: LanczosSettings) -> dict[str, Any]:
     """Return loss, density, and eigenvalues of both ends."""
     parameters = subject.hessian.parameters
     loss = subject.sharing.mean_loss(subject.model, subject.fixed(settings.fixed_sequences))
@@ -49,7 +49,11 @@ def measure_spectrum(subject: Subject, settings: LanczosSettings) -> dict[str, A
 
 
 def _extreme(
-    subject: Subject, settings: HutchinsonSettings | LanczosSettings, *, largest: int, smallest: int
+    subject: CurvatureSubject,
+    settings: HutchinsonSettings | LanczosSettings,
+    *,
+    largest: int,
+    smallest: int,
 ) -> Spectrum:
     parameters, total = subject.hessian.parameters, settings.max_iterations + largest + smallest
     with Progress("eigenvalues, at most", total=total) as progress:
@@ -65,7 +69,7 @@ def _extreme(
 
 
 def _product(
-    subject: Subject, settings: HutchinsonSettings | LanczosSettings, progress: Progress
+    subject: CurvatureSubject, settings: HutchinsonSettings | LanczosSettings, progress: Progress
 ) -> Product:
     batches = subject.fixed(settings.fixed_sequences)
     return subject.sharing.mean_product(subject.hessian, batches, progress.advance)

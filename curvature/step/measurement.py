@@ -14,8 +14,8 @@ from curvature.products.parameters import block_of
 from curvature.products.probes import rademacher
 from curvature.settings import StepSettings
 from curvature.step.prediction import UNITS, Vector, predict
-from curvature.step.quantized import Step, read_step
-from curvature.subject import Subject, open_model
+from curvature.step.quantized import QuantizationStep, read_step
+from curvature.subject import CurvatureSubject, open_model
 
 
 def measure(
@@ -57,7 +57,7 @@ def measure(
 class _Common:
     """Figures of a microbatch that do not depend on the step, computed once for all steps."""
 
-    def __init__(self, subject: Subject, settings: StepSettings) -> None:
+    def __init__(self, subject: CurvatureSubject, settings: StepSettings) -> None:
         self._subject, self._seed = subject, settings.seed
         self._losses: dict[int, float] = {}
         self._products: dict[tuple[int, frozenset[str]], dict[str, float]] = {}
@@ -84,7 +84,7 @@ class _Common:
 
 
 def _predicted(
-    subject: Subject, step: Step, settings: StepSettings, common: _Common
+    subject: CurvatureSubject, step: QuantizationStep, settings: StepSettings, common: _Common
 ) -> dict[str, Any]:
     parameters, files = subject.hessian.parameters, names_in_files(subject.model.entry.model)
 

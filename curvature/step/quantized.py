@@ -30,7 +30,7 @@ class _Dense(Frozen):
     files: dict[str, FileRecord]
 
 
-class Step(NamedTuple):
+class QuantizationStep(NamedTuple):
     """delta = quantized - base, of which tensors are read one at a time.
 
     Attributes:
@@ -54,7 +54,7 @@ class Step(NamedTuple):
         return quantized.read(0, quantized.shape[0]).float() - base.read(0, base.shape[0]).float()
 
 
-def read_step(hf_dir: Path, result_dir: Path) -> Step:
+def read_step(hf_dir: Path, result_dir: Path) -> QuantizationStep:
     """Open a result with dequantized weights, and check every file of it and of the base.
 
     Args:
@@ -110,7 +110,7 @@ def read_step(hf_dir: Path, result_dir: Path) -> Step:
         cost["blocks"] = [
             {"block": each.block, **_increase(each.alone)} for each in measured.blocks
         ]
-    return Step(dense.spec, cost, base, quantized)
+    return QuantizationStep(dense.spec, cost, base, quantized)
 
 
 def _increase(measured: Quantization | Increase) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from scipy.special import stdtrit
 TRACE_UNIT = "nats per token per squared parameter unit"
 
 
-class Estimate(NamedTuple):
+class MeanEstimate(NamedTuple):
     """A mean over microbatches, its standard error s / sqrt(M), and its Student-t interval."""
 
     mean: float
@@ -19,7 +19,7 @@ class Estimate(NamedTuple):
     interval: tuple[float, float]
 
 
-def estimate_mean(values: Sequence[float] | NDArray[np.float64], *, level: float) -> Estimate:
+def estimate_mean(values: Sequence[float] | NDArray[np.float64], *, level: float) -> MeanEstimate:
     """Return mean, standard error and interval of two or more independent values.
 
     The interval is mean -+ t s / sqrt(n), t the quantile (1 + level) / 2 of Student's distribution
@@ -38,4 +38,4 @@ def estimate_mean(values: Sequence[float] | NDArray[np.float64], *, level: float
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     standard_error = math.sqrt(variance / len(values))
     half = float(stdtrit(len(values) - 1, (1 + level) / 2)) * standard_error
-    return Estimate(mean, standard_error, (mean - half, mean + half))
+    return MeanEstimate(mean, standard_error, (mean - half, mean + half))

@@ -10,16 +10,16 @@ from train.data.order import permute
 SIZE, SHOWN, SEED = 10_000, 250, 6198
 
 
-def points(title: str, places: np.ndarray) -> list[dict[str, Any]]:
+def points(title: str, sequences: np.ndarray) -> list[dict[str, Any]]:
     """Return a point for each of the first positions of the order."""
     return [
-        {"order": title, "position": position, "place": int(place)}
-        for position, place in enumerate(places[:SHOWN])
+        {"order": title, "position": position, "place": int(sequence)}
+        for position, sequence in enumerate(sequences[:SHOWN])
     ]
 
 
 def data_order() -> dict[str, Any]:
-    """Return the chart."""
+    """Return the places that the first positions of three orders read, as a chart."""
     positions = np.arange(SIZE)
     first, second = (permute(positions, SIZE, SEED, epoch) for epoch in (0, 1))
     stored = np.random.default_rng(SEED).permutation(SIZE)

@@ -12,8 +12,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from base.ranks import ALONE
 from curvature.products.exact import DualHessian, collected
-from curvature.products.finite_difference import ACCEPTED_FACTOR, RELATIVE_CHANGE
-from curvature.products.guard import LIMITS
+from curvature.products.guard import ACCEPTED_FACTOR, LIMITS, RELATIVE_CHANGE
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from study.figures.charts import CONFIG, INK
@@ -37,7 +36,7 @@ SHOWN = (-16, 1)  # powers of ten of the relative error
 COLOURS = {"fp32": "#cc4778", "fp64": "#7e03a8"}
 
 
-class Problem(NamedTuple):
+class DualProblem(NamedTuple):
     """A model in one precision, with the exact product by the dual layers."""
 
     curved: CurvedModel
@@ -46,7 +45,7 @@ class Problem(NamedTuple):
     product_p: Tensor
 
 
-class Difference(NamedTuple):
+class CentralDifference(NamedTuple):
     """A central difference of gradients, and what the step does to the gradient."""
 
     product_p: Tensor
@@ -61,15 +60,15 @@ def dual_numbers() -> dict[str, Any]:
     for name, dtype in DTYPES.items():
         model = loaded(dtype)
         products.append({"precision": name, "error": relative(model.product_p, exact_p)})
-        for place in range(STEPS_PER_DECADE * SMALLEST, STEPS_PER_DECADE * LARGEST + 1):
-            step = 10 ** (place / STEPS_PER_DECADE)
+        for number in range(STEPS_PER_DECADE * SMALLEST, STEPS_PER_DECADE * LARGEST + 1):
+            step = 10 ** (number / STEPS_PER_DECADE)
             product_p, change = difference(model, step)
             row = {"precision": name, "step": step, "error": relative(product_p, exact_p)}
             differences.append(row | {"guards": name == "fp32" and in_reach(change)})
     return _chart(differences, products)
 
 
-def loaded(dtype: torch.dtype) -> Problem:
+def loaded(dtype: torch.dtype) -> DualProblem:
     """Return the model of random weights, the same numbers in every precision."""
     torch.manual_seed(0)
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, eos_token_id=0, bos_token_id=0)).eval()
@@ -79,10 +78,10 @@ def loaded(dtype: torch.dtype) -> Problem:
     curved = CurvedModel(model.to(dtype), ranks=ALONE)
     tokens_BS1 = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, LENGTH + 1))
     v_p = curved.parameters.probe(Probe(seed=0, index=0))
-    return Problem(curved, tokens_BS1, v_p, DualHessian(curved).product(tokens_BS1, v_p).hv_p)
+    return DualProblem(curved, tokens_BS1, v_p, DualHessian(curved).product(tokens_BS1, v_p).hv_p)
 
 
-def double_backward(model: Problem) -> Tensor:
+def double_backward(model: DualProblem) -> Tensor:
     """Return Hv by two backward passes through transformers' code: the reference."""
     weights = list(model.curved.parameters.weights.values())
     with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
@@ -93,7 +92,7 @@ def double_backward(model: Problem) -> Tensor:
     return torch.cat([part.flatten() for part in products])
 
 
-def difference(model: Problem, step: float) -> Difference:
+def difference(model: DualProblem, step: float) -> CentralDifference:
     """Return (g(theta + e v) - g(theta - e v)) / (2 e), of |e v| = step |theta|."""
     parameters = model.curved.parameters
     theta_p, direction = parameters.point(), parameters.split(model.v_p)
@@ -107,7 +106,7 @@ def difference(model: Problem, step: float) -> Difference:
     parameters.move(theta_p)
     at_theta_p, above_p, below_p = gradients
     apart_p = above_p - below_p
-    return Difference(apart_p / (2 * size), float(apart_p.norm() / at_theta_p.norm()))
+    return CentralDifference(apart_p / (2 * size), float(apart_p.norm() / at_theta_p.norm()))
 
 
 def in_reach(change: float) -> bool:
@@ -120,7 +119,7 @@ def relative(product_p: Tensor, exact_p: Tensor) -> float:
     return float((product_p.double() - exact_p).norm() / exact_p.norm())
 
 
-def _parts(model: Problem) -> list[Tensor]:
+def _parts(model: DualProblem) -> list[Tensor]:
     return list(model.curved.parameters.split(model.v_p).values())
 
 
@@ -184,9 +183,9 @@ def _words(
     ]
     for precision, smallest in (("fp32", 1e-7), ("fp64", 1e-8)):
         of_one = [row for row in differences if row["precision"] == precision]
-        place = next(row for row in of_one if row["step"] >= smallest)
+        labelled = next(row for row in of_one if row["step"] >= smallest)
         label = f"finite difference in {precision}"
-        words.append(place | {"text": label, "colour": COLOURS[precision], "above": True})
+        words.append(labelled | {"text": label, "colour": COLOURS[precision], "above": True})
     limit = LIMITS["fp32"].product
     refused = {"text": f"the guard refuses above {limit:.0%}", "step": 10.0**SMALLEST}
     words.append(refused | {"error": limit, "colour": INK})

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from base.ranks import ALONE
-from base.rounding.gptq import gptq, prepare, row_output_errors
-from base.rounding.grid import round_to_nearest
-from base.rounding.hessian import InputHessian
-from quant_eval.specs import parse_spec
+from base.hessian import InputHessian, row_output_errors
+from quant_eval.probing import round_by_names
+from quant_eval.quantizers.gptq import GPTQ
 from study.figures.charts import CONFIG, DASHED, INK
 
 OUTPUTS, INPUTS = 128, 256
@@ -36,13 +34,13 @@ def gptq_numerics() -> dict[str, Any]:
     for tokens in TOKENS:
         before_II = hessian(draw(int(tokens.replace(",", ""))))
         for damping in DAMPINGS:
-            spec = parse_spec(f"gptq-b{BITS}-g{GROUP}-damp{damping:.6f}")
-            dense_OI = gptq(weight_OI, prepare(before_II, spec, "linear"), spec).dense()
+            spec = f"gptq-b{BITS}-g{GROUP}-damp{damping:.6f}"
+            (dense_OI,) = round_by_names([spec], weight_OI, before_II, "linear")
             for text, hessian_II in zip(TEXTS, (after_II, before_II), strict=True):
                 error = relative_error(weight_OI, dense_OI, hessian_II)
                 row = {"tokens": tokens, "damping": damping, "measured on": text}
                 rows.append(row | {"error": error})
-    nearest_OI = round_to_nearest(weight_OI, parse_spec(f"rtn-b{BITS}-g{GROUP}")).dense()
+    (nearest_OI,) = round_by_names([f"rtn-b{BITS}-g{GROUP}"], weight_OI, None, "linear")
     return _chart(rows, relative_error(weight_OI, nearest_OI, after_II))
 
 
@@ -63,7 +61,7 @@ def correlated(generator: torch.Generator) -> Callable[[int], Tensor]:
 
 def hessian(inputs_NI: Tensor) -> Tensor:
     """Return the mean of x x^T, float64 [I, I]."""
-    sums = InputHessian(INPUTS, ALONE.device, inputs_NI.dtype)
+    sums = InputHessian(INPUTS, torch.device("cpu"), inputs_NI.dtype)
     sums.add(inputs_NI)
     return sums.mean("linear")
 
@@ -76,8 +74,7 @@ def relative_error(weight_OI: Tensor, dense_OI: Tensor, hessian_II: Tensor) -> f
 
 def _chart(rows: list[dict[str, Any]], nearest: float) -> dict[str, Any]:
     """Return lines of the errors, the error of rounding to nearest, and the default damping."""
-    default = parse_spec(f"gptq-b{BITS}-g{GROUP}").damping
-    assert default is not None
+    default = GPTQ.model_fields["damping"].default
     ticks = [10.0**power for power in range(-6, 1)]
     damping = _logarithmic(
         "damping", "damping λ, share of the mean diagonal of H", (1e-6, 1.0), ticks

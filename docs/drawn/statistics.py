@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from study.figures.charts import CONFIG, INK
 from quant_eval.estimate import DOCUMENTS, DRAWS, SEEDS, Crossed, Effect, estimate_of
-from study.results.power import Components, Plan
+from study.figures.charts import CONFIG, INK
+from study.results.power import Components, PowerPlan
 
 # Standard deviations of one value, as shares of the figure: chosen, not measured.
 DEVIATIONS: dict[Effect, float] = {
@@ -65,7 +65,7 @@ def _noise(generator: np.random.Generator, sizes: tuple[int, int, int]) -> NDArr
 
 def standard_errors(documents: int) -> dict[str, float]:
     """Return the expected standard error by source, and by all of them."""
-    plan = Plan(SEEDS_AT_HAND, documents, DRAWS_AT_HAND)
+    plan = PowerPlan(SEEDS_AT_HAND, documents, DRAWS_AT_HAND)
     variances = {effect: deviation**2 for effect, deviation in DEVIATIONS.items()}
     estimate = Components(plan, variances, evenness=1.0).estimate(1.0, plan)
     parts = {name: estimate.sources[name].standard_error for name in SPLIT}

@@ -1,11 +1,13 @@
 """The average of a run's weights by its quantized loss, chosen on one text, measured on another.
 
 The held-out text is split by document into halves that share none. The search sees the first alone;
-the pick and the last weights are then measured on the second.
+the pick and the last weights are then measured on the second. Tried are every export, every LAWA
+window that ends at the last one (arXiv 2306.03241), every average kept in training, and a greedy
+soup (arXiv 2203.05482, algorithm 1).
 """
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,23 +15,79 @@ from base.errors import UserError
 from base.statistics import INTERVAL_LEVEL, verdict_of
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import Result, read_result
-from dynamics.choices.search import Members, most_tried, search
-from quant_eval.compare import Comparison, compare
+from quant_eval.compare import ModelComparison, compare
+from quant_eval.settings import RunSettings
 from quant_eval.specs import parse_spec
 from study.axes import amount_name
 from study.definition import Study
 from study.machine.disk import GB
 from study.machine.hardware import Hardware
-from study.measurements.quantization import computing_options, draw_options
+from study.measurements.quantization import QUANTIZED_LOSS, quantizing_options
 from study.paths import hf_directory, model_record
-from study.pipeline.step import Machine, python, resolve
-from study.text.kinds import places_of
+from study.step import Machine, python, resolve
+from study.text_kinds import places_of
 from train.data.corpus import open_corpus
-from train.data.share import PLACES, Share
+from train.data.manifest import PLACES, Share
 from train.planning.memory import bytes_of_weight, parameter_count
 from train.run.config import RunConfig
 
-FIGURE = "cross_entropy_quantized"
+Members = tuple[str, ...]  # models of an average, oldest first
+Loss = Callable[[Members], float]
+
+
+def most_tried(exports: int, kept: int) -> tuple[int, int]:
+    """Return how many models `search` measures at most, and how many of them it has to average.
+
+    Example: 4 exports and 1 kept average; 3 windows and 3 additions to a soup.
+        >>> most_tried(exports=4, kept=1)
+        (11, 6)
+    """
+    averages = max(0, exports - 1) + max(0, exports - 1)  # windows, and additions to the soup
+    return exports + kept + averages, averages
+
+
+def search(exports: Sequence[str], kept: Sequence[str], loss: Loss) -> dict[Members, float]:
+    """Return the loss of every model that is tried; each is measured once.
+
+    Args:
+        exports: names of the weights, oldest first.
+        kept: names of averages, no ingredients of others.
+        loss: of the uniform mean of some members.
+
+    Example: 2 for the mean of 1 and 3 is right, which neither b nor c alone is.
+        >>> weight = {"a": 9.0, "b": 1.0, "c": 3.0}
+        >>> loss = lambda members: abs(2 - sum(map(weight.get, members)) / len(members))
+        >>> losses = search(["a", "b", "c"], [], loss)
+        >>> min(losses, key=losses.get), len(losses)
+        (('b', 'c'), 5)
+    """
+    losses: dict[Members, float] = {}
+
+    def measured(members: Members) -> float:
+        if members not in losses:
+            losses[members] = loss(members)
+        return losses[members]
+
+    for name in (*exports, *kept):
+        measured((name,))
+    for window in range(2, len(exports) + 1):
+        measured(tuple(exports[-window:]))
+    _greedy_soup(exports, measured)
+    return losses
+
+
+def _greedy_soup(exports: Sequence[str], loss: Loss) -> Members:
+    """Return the soup of exports, best first, less those that would raise its loss."""
+    best, *others = sorted(exports, key=lambda name: loss((name,)))
+    soup: Members = (best,)
+    for name in others:
+        wider = tuple(export for export in exports if export in (*soup, name))
+        if loss(wider) <= loss(soup):
+            soup = wider
+    return soup
+
+
+FIGURE = QUANTIZED_LOSS.figure
 SELECTION, EVALUATION = "selection", "evaluation"
 SHARES = {
     SELECTION: Share(first=0, stop=PLACES // 2),
@@ -48,7 +106,7 @@ class Pick(NamedTuple):
 
     members: Members
     losses: dict[Members, float]
-    comparison: Comparison | None
+    comparison: ModelComparison | None
 
 
 class Bench:
@@ -60,7 +118,7 @@ class Bench:
     def __init__(self, directory: Path, study: Study, run: RunConfig, spec: str, last: int) -> None:
         """Take the run's last exports; UserError for fewer than two, or for an unknown spec."""
         self.directory, self.study, self.run = directory, study, run
-        self.spec, self.place = parse_spec(spec), f"{{study}}/choices/{run.name}"
+        self.spec, self.directory_name = parse_spec(spec), f"{{study}}/choices/{run.name}"
         models = [
             model
             for model in study.models_of(run)
@@ -81,7 +139,7 @@ class Bench:
         """Return what the search takes at most, in words."""
         models, averages = most_tried(len(self.exports), len(self.kept))
         size = parameter_count(self.run) * bytes_of_weight(self.run)
-        draws = self.study.quantization.calibration_draws if self.spec.needs_calibration else 1
+        draws = self.study.quantization.calibration_seeds if self.spec.needs_calibration else 1
         tokens = open_corpus(Path(self._resolved(self._held_out())[0])).manifest.tokens
         return (
             f"{draws * (models + 2)} quantizations with {self.spec.name} at most, each measured on"
@@ -96,7 +154,7 @@ class Bench:
             self._start(
                 *("train", "prepare", self._held_out(), "--share", str(share)),
                 *("--tokenizer", places_of(self.study.text)["tokenizer"]),
-                *("--out", f"{self.place}/{text}"),
+                *("--out", f"{self.directory_name}/{text}"),
             )
         losses = search(self.exports, self.kept, self._selection_loss)
         members = min(losses, key=lambda candidate: losses[candidate])
@@ -117,20 +175,18 @@ class Bench:
         hf = f"{{study}}/{self.run.name}/hf"
         model = f"{hf}/{members[0]}"
         if len(members) > 1:
-            model = f"{self.place}/{name_of(members)}"
+            model = f"{self.directory_name}/{name_of(members)}"
             self._start("ckpt_tools", "average", model, *(f"{hf}/{member}" for member in members))
-        out = f"{self.place}/{text}-{name_of(members)}/{self.spec.name}"
-        settings = self.study.quantization
-        calibration: tuple[str, ...] = ()
-        if self.spec.needs_calibration:
-            prefix = places_of(self.study.text)["calibration"]
-            sequences = str(settings.calibration_sequences)
-            calibration = ("--calibration", prefix, "--calibration-sequences", sequences)
-            calibration += draw_options([self.spec.name], settings)
-        self._start(
-            *("quant_eval", "run", model, "--spec", self.spec.name, "--out", out, *calibration),
-            *("--eval", f"{self.place}/{text}", *computing_options(settings)),
+        out = f"{self.directory_name}/{text}-{name_of(members)}/{self.spec.name}"
+        options = quantizing_options(
+            RunSettings,
+            self.study.quantization,
+            [self.spec.name],
+            places_of(self.study.text)["calibration"],
+            eval=f"{self.directory_name}/{text}",
+            eval_tokens=None,  # all of it
         )
+        self._start(*("quant_eval", "run", model, "--spec", self.spec.name, "--out", out, *options))
         return read_result(Path(self._resolved(out)[0]), Quantization)
 
     def _held_out(self) -> str:

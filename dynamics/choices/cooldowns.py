@@ -9,11 +9,11 @@ from pydantic import ValidationError
 from base.errors import UserError, explain_validation
 from base.files import replaced_file
 from base.names import take_one_of
-from dynamics.recipes.parts import annealed, spread
-from dynamics.recipes.shown import gpu_hours, trained_tokens
 from study.axes import amount_name
 from study.definition import Study
 from study.machine.disk import GB, needed_bytes
+from study.recipes.parts import annealed, spread
+from study.recipes.shown import gpu_hours, trained_tokens
 from train.run.config import RunConfig
 
 SAVES = 2  # checkpoints of a cooldown: slices go through the last two
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from dynamics.choices.cooldowns import with_cooldowns
 from study.definition import Study, load_study
-from dynamics.recipes.parts import recipe
+from study.recipes.parts import recipe
 
 ROOT = Path({absolute})
 

@@ -6,21 +6,77 @@ two, with the weights that keep the value and its first-order error (delta metho
 interval and the paired tests of any other. The losses decide the weights and are taken as known.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from base.errors import UserError
-from dynamics.choices.ranking import Ranked, ranked
+from base.statistics import INTERVAL_LEVEL, holm
 from dynamics.claims.data import alike
-from dynamics.claims.verdict import FIGURES, Evidence, Measure, NotTested
+from quant_eval.estimate import Estimate
 from study.axes import amount_name
-from study.results.paired import Weighted
+from study.claims.verdict import Evidence, Measure, NotTested
+from study.measurements.kind import Column
+from study.measurements.quantization import CROSS_ENTROPY, ERRORS, QUANTIZED_LOSS
+from study.results.paired import Paired, Weighted
 from study.results.summary import RunSummary, enumeration, lineage
 from study.results.table import Row, trained
 from train.run.config import RunConfig
 
-QUANTIZED_LOSS = "cross_entropy_quantized"
+
+class Ranked(NamedTuple):
+    """One of several choices, with its figure.
+
+    Attributes:
+        label: its name.
+        estimate: the figure.
+        excess: over that of the best; None of the best itself.
+        p_adjusted: of no such excess.
+    """
+
+    label: str
+    estimate: Estimate
+    excess: Estimate | None = None
+    p_adjusted: float | None = None
+
+
+def ranked(
+    choices: Mapping[str, Sequence[Weighted]], paired: Paired, spec: str, figure: Column
+) -> list[Ranked]:
+    """Return the choices by rising figure, each with its paired excess over the lowest.
+
+    A choice is a weighted sum of rows for every seed, the same seeds in the same order for all.
+    Holm's correction is over every pair, for the data choose which is the lowest.
+    """
+    estimates = {
+        label: paired.estimate(replicates, spec, figure) for label, replicates in choices.items()
+    }
+    order = sorted(choices, key=lambda label: estimates[label].value)
+    pairs = {
+        (low, high): paired.estimate(_differences(choices[low], choices[high]), spec, figure)
+        for low, high in combinations(order, 2)
+    }
+    adjusted = dict(
+        zip(pairs, holm([difference.p_value() for difference in pairs.values()]), strict=True)
+    )
+    best, *others = order
+    return [
+        Ranked(best, estimates[best]),
+        *(
+            Ranked(label, estimates[label], pairs[best, label], adjusted[best, label])
+            for label in others
+        ),
+    ]
+
+
+def _differences(low: Sequence[Weighted], high: Sequence[Weighted]) -> list[Weighted]:
+    """Return high - low for every seed."""
+    return [
+        [*second, *((row, -weight) for row, weight in first)]
+        for first, second in zip(low, high, strict=True)
+    ]
+
+
 Sweep = dict[float, list[RunSummary]]  # by peak learning rate an end for every seed
 
 
@@ -59,7 +115,7 @@ def sweeps(ends: Sequence[RunSummary]) -> list[Sweep]:
         for end in group:
             assert isinstance(end.run, RunConfig)
             by_peak.setdefault(end.run.optimizer.peak_lr, {})[end.run.seed] = end
-        seeds = sorted(set.intersection(*(set(own) for own in by_peak.values())))
+        seeds = sorted(set.intersection(*(set(of_peak) for of_peak in by_peak.values())))
         if len(by_peak) > 1 and seeds:
             groups.append(
                 {peak: [by_peak[peak][seed] for seed in seeds] for peak in sorted(by_peak)}
@@ -67,7 +123,7 @@ def sweeps(ends: Sequence[RunSummary]) -> list[Sweep]:
     return groups
 
 
-def at_equal_loss(of: Measure, sweep: Sweep, loss: float | None = None) -> Answer:
+def at_equal_loss(measure: Measure, sweep: Sweep, loss: float | None = None) -> Answer:
     """Rank the peaks by the figure at a full-precision loss; by default the lowest that all reach.
 
     Raises:
@@ -75,13 +131,13 @@ def at_equal_loss(of: Measure, sweep: Sweep, loss: float | None = None) -> Answe
         NotTested: they share none, or a run has fewer than two measured checkpoints or an error
             there that is not positive.
     """
-    loss_column = of.of(figure="cross_entropy").column
+    loss_column = measure.by(figure=CROSS_ENTROPY).column
     paths = {
-        peak: [_measured(of, end, loss_column) for end in ends] for peak, ends in sweep.items()
+        peak: [_measured(measure, end, loss_column) for end in ends] for peak, ends in sweep.items()
     }
 
     # the losses that every run has passed
-    losses = [[row[loss_column] for row in path] for own in paths.values() for path in own]
+    losses = [[row[loss_column] for row in path] for of_peak in paths.values() for path in of_peak]
     low, high = max(map(min, losses)), min(map(max, losses))
     if low > high:
         raise NotTested(
@@ -97,29 +153,35 @@ def at_equal_loss(of: Measure, sweep: Sweep, loss: float | None = None) -> Answe
 
     # of each peak the figure there, seed by seed
     choices = {}
-    for peak, own in paths.items():
-        crossings = [crossing(path, loss_column, at) for path in own]
-        choices[_label(peak, crossings)] = [interpolated(each, of.column) for each in crossings]
+    for peak, of_peak in paths.items():
+        crossings = [crossing(path, loss_column, at) for path in of_peak]
+        choices[_label(peak, crossings)] = [
+            interpolated(each, measure.column) for each in crossings
+        ]
 
     where = f"at a loss of {at:.4f} nats per token"
     where += ", the lowest that all reach" if loss is None else ""
-    return Answer(of, where, ranked(choices, of.evidence.paired, of.spec, of.figure))
+    return Answer(
+        measure, where, ranked(choices, measure.evidence.paired, measure.spec, measure.figure)
+    )
 
 
-def at_equal_tokens(of: Measure, sweep: Sweep) -> Answer:
+def at_equal_tokens(measure: Measure, sweep: Sweep) -> Answer:
     """Rank the peaks by the quantized loss at the end of training, which has equal tokens.
 
     Raises:
         NotTested: an end is not measured.
     """
-    by_loss = of.of(figure=QUANTIZED_LOSS)
-    ends = {peak: [by_loss.end(end) for end in own] for peak, own in sweep.items()}
+    by_loss = measure.by(figure=QUANTIZED_LOSS)
+    ends = {peak: [by_loss.end(end) for end in of_peak] for peak, of_peak in sweep.items()}
     tokens = next(iter(ends.values()))[0]["tokens"]
     choices: Mapping[str, Sequence[Weighted]] = {
-        f"{peak:g}": [[(row, 1.0)] for row in own] for peak, own in ends.items()
+        f"{peak:g}": [[(row, 1.0)] for row in of_peak] for peak, of_peak in ends.items()
     }
     where = f"at the end of {tokens:,} tokens"
-    return Answer(by_loss, where, ranked(choices, of.evidence.paired, of.spec, QUANTIZED_LOSS))
+    return Answer(
+        by_loss, where, ranked(choices, measure.evidence.paired, measure.spec, QUANTIZED_LOSS)
+    )
 
 
 def crossing(rows: Sequence[Row], loss_column: str, loss: float) -> Crossing:
@@ -171,10 +233,10 @@ def _label(peak: float, crossings: Sequence[Crossing]) -> str:
     return f"{peak:g} ({second['phase']} phase, {amount_name(tokens).upper()} tokens)"
 
 
-def _measured(of: Measure, end: RunSummary, *others: str) -> list[Row]:
+def _measured(measure: Measure, end: RunSummary, *others: str) -> list[Row]:
     """Return the checkpoints that led to an end, those that are measured."""
-    led = trained(lineage(of.evidence.study, of.evidence.rows, end.run))
-    rows = [row for row in led if None not in [row[name] for name in (of.column, *others)]]
+    path = trained(lineage(measure.evidence.study, measure.evidence.rows, end.run))
+    rows = [row for row in path if None not in [row[name] for name in (measure.column, *others)]]
     if len(rows) < 2:
         raise NotTested(f"{end.label} has {len(rows)} measured checkpoints, a line takes 2")
     return rows
@@ -202,7 +264,7 @@ def answers(evidence: Evidence, loss: float | None = None) -> list[Answer]:
         _answer(sweep, Measure(evidence, spec, figure), at_equal_loss, loss)
         for sweep in groups
         for spec in specs
-        for figure in FIGURES
+        for figure in ERRORS
     ]
     budgets = [
         _answer(sweep, Measure(evidence, spec, QUANTIZED_LOSS), at_equal_tokens)
@@ -213,15 +275,80 @@ def answers(evidence: Evidence, loss: float | None = None) -> list[Answer]:
 
 
 def _answer(
-    sweep: Sweep, of: Measure, rank: Callable[..., Answer], *arguments: float | None
+    sweep: Sweep, measure: Measure, rank: Callable[..., Answer], *arguments: float | None
 ) -> Answer:
     """Return a ranking, or the reason why there is none, with what else the sweep's runs share."""
-    study = of.evidence.study
+    study = measure.evidence.study
     run = next(iter(sweep.values()))[0].run
     others = [axis for axis in study.axes if axis.key != "peak_lr"]
     shared = "".join(f"{axis.name} {axis.text_of(run.name)}, " for axis in others)
     try:
-        answer = rank(of, sweep, *arguments)
+        answer = rank(measure, sweep, *arguments)
     except NotTested as reason:
-        answer = Answer(of, "not ranked", [], str(reason))
+        answer = Answer(measure, "not ranked", [], str(reason))
     return answer._replace(where=shared + answer.where)
+
+
+NOTE = (
+    f"Intervals are {INTERVAL_LEVEL:.0%}, over {{sources}}; p is of no difference to the first,"
+    " paired, with Holm's correction over all pairs of a list. At equal loss log error is linear in"
+    " the loss between two checkpoints of a run, and the losses are taken as known. A run that"
+    " passes the loss before its anneal is compared as it is there."
+)
+
+
+def headline(rankings: Sequence[Answer]) -> str:
+    """Return the first ranking in a sentence; empty without any."""
+    answer = next((each for each in rankings if each.ranking), None)
+    if answer is None:
+        return ""
+    measure, (best, second, *_) = answer.measure, answer.ranking
+    return (
+        f"{_titled(measure)}, {answer.where}: the peak learning rate {best.label} has the lowest,"
+        f" {_value(measure, best.estimate.value)}; {second.label} has"
+        f" {_difference(measure, second)}."
+    )
+
+
+def learning_rate_line(evidence: Evidence) -> str:
+    """Return the first ranking of peak learning rates; empty for a study that sweeps none."""
+    return headline(answers(evidence)) if sweeps(evidence.ends) else ""
+
+
+def answers_text(rankings: Sequence[Answer]) -> str:
+    """Return every ranking as lines, and a note on intervals and tests."""
+    lines = [headline(rankings)]
+    for answer in rankings:
+        title = f"{_titled(answer.measure)}, {answer.where}: {answer.reason}".rstrip()
+        lines += ["", title, *_ranking(answer.measure, answer.ranking)]
+    sources = dict.fromkeys(
+        name for answer in rankings for ranked in answer.ranking for name in ranked.estimate.sources
+    )
+    return "\n".join([*lines, "", NOTE.format(sources=" and ".join(sources) or "nothing")])
+
+
+def _titled(measure: Measure) -> str:
+    """Return the name of a measure with the unit of the values below it."""
+    return f"{measure.title} in nats per token" if measure.unit else measure.title
+
+
+def _ranking(measure: Measure, ranking: Sequence[Ranked]) -> Iterator[str]:
+    width = max((len(ranked.label) for ranked in ranking), default=0)
+    for number, ranked in enumerate(ranking, 1):
+        low, high = (_value(measure, end) for end in ranked.estimate.interval(INTERVAL_LEVEL))
+        value = f"{_value(measure, ranked.estimate.value)} [{low}, {high}]"
+        yield f"  {number}. {ranked.label:{width}}  {value}" + (
+            f"  {_difference(measure, ranked)}" if ranked.excess else ""
+        )
+
+
+def _value(measure: Measure, value: float) -> str:
+    if measure.figure == QUANTIZED_LOSS:
+        return f"{value:.4f}"
+    return f"{100 * value:.3g}%" if measure.figure.is_share else f"{value:.3g}"
+
+
+def _difference(measure: Measure, ranked: Ranked) -> str:
+    assert ranked.excess is not None
+    low, high = (measure.signed(end) for end in ranked.excess.interval(INTERVAL_LEVEL))
+    return f"{measure.signed(ranked.excess.value)} [{low}, {high}], Holm p {ranked.p_adjusted:.2g}"

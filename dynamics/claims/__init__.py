@@ -1,5 +1,4 @@
 """The claims of arXiv 2510.06213, each judged by the data of a study.
 
-A module here may define claims with `@claim(...)`: all are discovered, so a new one is a function
-in one file.
+A new claim is a function below `@claim(...)` and its place in `dynamics.content`.
 """

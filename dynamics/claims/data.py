@@ -1,9 +1,17 @@
-"""Claims on the amount of data: it raises the error under cosine, and not by itself."""
+"""Claims on the amount of data: it raises the error under cosine, and not by itself.
+
+The competing claim is that tokens alone raise the error, whatever the learning rate does: Kumar et
+al., arXiv 2411.04330, "Scaling Laws for Precision", where the loss that quantization adds to N
+parameters trained on D tokens is C D^g / N^h exp(-bits / k). Within a run that is a power law in D.
+"""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean, stdev
 
-from dynamics.claims.finding import all_directed, conclude_within, times
+import numpy as np
+
 from dynamics.claims.schedule import (
     MARGIN,
     annealed,
@@ -13,9 +21,21 @@ from dynamics.claims.schedule import (
     reach,
     slope_over_tokens,
 )
-from dynamics.claims.verdict import Measure, NotTested, Replicates, Verdict, by_measure, claim
+from quant_eval.estimate import ErrorSource, Estimate
+from study.claims.finding import all_directed, conclude_within, times
+from study.claims.verdict import (
+    ALPHA,
+    Measure,
+    NotTested,
+    Outcome,
+    Replicates,
+    Verdict,
+    by_measure,
+    claim,
+)
 from study.results.paired import Weighted
-from study.results.summary import DECAYED, RunSummary, enumeration
+from study.results.summary import DECAYED, RunSummary, enumeration, lineage
+from study.results.table import Row, trained
 from train.run.config import RunConfig
 from train.run.schedules import learning_rate
 
@@ -34,10 +54,10 @@ def alike(ends: Iterable[RunSummary], but: Iterable[str]) -> list[Chosen]:
             content = end.run.model_dump(mode="json")
             for key in ignored:
                 *parents, last = key.split(".")
-                place = content
+                section = content
                 for parent in parents:
-                    place = place.get(parent) or {}
-                place.pop(last, None)
+                    section = section.get(parent) or {}
+                section.pop(last, None)
             groups.setdefault(json.dumps(content, sort_keys=True), []).append(end)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -80,56 +100,54 @@ def _of_schedule(ends: Iterable[RunSummary], fits: Callable[[RunConfig], bool]) 
 
 
 @claim(
-    70,
     "budgets",
     "More data alone does not raise the error",
     source="abstract, section 5, figure 5",
     needs="runs that hold the rate and anneal, and differ in their length alone, with controls",
 )
 @by_measure
-def budgets(of: Measure) -> Verdict:
+def budgets(measure: Measure) -> Verdict:
     """Compare the change over ends of cooldowns that differ in length alone with a margin.
 
     Not raising is one-sided: an error that falls with the tokens is in agreement.
     """
-    groups = replicated(_of_schedule(of.evidence.ends, _is_cooldown), LENGTH)
+    groups = replicated(_of_schedule(measure.evidence.ends, _is_cooldown), LENGTH)
     if not groups:
         raise NotTested("no two runs hold the rate, then anneal, and differ in their length alone")
-    tested = {end.run.name for end in annealed(of)}
+    tested = {end.run.name for end in annealed(measure)}
     if not all(end.run.name in tested for sets in groups.values() for ends in sets for end in ends):
         raise NotTested("an annealed run has no control at equal tokens")
 
     changes, margins, spans = dict[str, Replicates](), dict[str, Replicates](), set[float]()
     for label, sets in groups.items():
-        rows = [[of.end(end) for end in ends] for ends in sets]
+        rows = [[measure.end(end) for end in ends] for ends in sets]
         changes[label] = list(map(growth_over, rows))
-        margins[label] = [_share_of_anneal(of, ends) for ends in sets]
+        margins[label] = [_share_of_anneal(measure, ends) for ends in sets]
         spans |= set(map(doublings, rows))
 
     beside = (
         f"slope x span over {reach(spans)} doublings of the budget; the margin is {MARGIN:g} of the"
         " mean change by the anneal; one-sided"
     )
-    return conclude_within(of, changes, margins, two_sided=False, beside=beside)
+    return conclude_within(measure, changes, margins, two_sided=False, beside=beside)
 
 
-def _share_of_anneal(of: Measure, ends: Sequence[RunSummary]) -> Weighted:
+def _share_of_anneal(measure: Measure, ends: Sequence[RunSummary]) -> Weighted:
     """Return the share MARGIN of what the anneals of some runs do on average."""
     share = MARGIN / len(ends)
-    return [part for end in ends for part in times(share, effect_of_anneal(of, end))]
+    return [part for end in ends for part in times(share, effect_of_anneal(measure, end))]
 
 
 @claim(
-    80,
     "schedules",
     "The error grows faster under cosine",
     source="figure 5",
     needs="two budgets under each of the two schedules, cosine and a constant rate with cooldown",
 )
 @by_measure
-def schedules(of: Measure) -> Verdict:
+def schedules(measure: Measure) -> Verdict:
     """Compare the change over the budgets under cosine with that under cooldowns."""
-    chosen = [end for fits in KINDS for end in _of_schedule(of.evidence.ends, fits)]
+    chosen = [end for fits in KINDS for end in _of_schedule(measure.evidence.ends, fits)]
     parts = dict[str, Replicates]()
     for label, sets in replicated(chosen, ("total_steps", "schedule")).items():
         contrasts = []
@@ -137,7 +155,7 @@ def schedules(of: Measure) -> Verdict:
             kinds = [_of_schedule(ends, fits) for fits in KINDS]
             if min(len({end.run.total_steps for end in kind}) for kind in kinds) < 2:
                 continue
-            rows = [[of.end(end) for end in kind] for kind in kinds]
+            rows = [[measure.end(end) for end in kind] for kind in kinds]
             span = min(map(doublings, rows))  # both slopes over the same doublings
             cosine, cooldown = map(slope_over_tokens, rows)
             contrasts.append(times(span, [*cosine, *times(-1, cooldown)]))
@@ -148,4 +166,122 @@ def schedules(of: Measure) -> Verdict:
             "no two budgets under each of cosine and constant rate with cooldown, all else the same"
         )
     beside = "slope x span over the budgets under cosine minus that under cooldowns"
-    return all_directed(of, parts, "higher", beside=beside)
+    return all_directed(measure, parts, "higher", beside=beside)
+
+
+LEAST_CHECKPOINTS = 3  # a power law through two always fits them
+
+
+@claim(
+    "tokens",
+    "Tokens explain the error, not the decay",
+    source="arXiv 2411.04330, scaling law of quantization after training",
+    needs="two runs or more that anneal, other than by seed, their controls, and checkpoints"
+    " before the anneal",
+)
+@by_measure
+def tokens(measure: Measure) -> Verdict:
+    """Score both at the same annealed ends, by |log(predicted / measured)|, and compare by group.
+
+    The power law is fitted to the run's weights at its high rate and those of its control, the
+    factor to the runs of other groups. The unit of the test is the group of runs that differ in
+    their seed alone.
+    """
+    ends = [end for end in measure.evidence.annealed if _is_complete(measure, end)]
+    groups = sorted({end.group for end in ends})
+    if len(groups) < 2:
+        raise NotTested(f"annealed runs with a measured control, but for seeds: {len(groups)}")
+
+    # of each annealed end the error of both predictions, averaged over the seeds of a group
+    errors = {
+        group: [
+            (_by_tokens(measure, end), _by_decay(measure, end, ends))
+            for end in ends
+            if end.group == group
+        ]
+        for group in groups
+    }
+    by_tokens = [fmean(first for first, _ in errors[group]) for group in groups]
+    by_decay = [fmean(second for _, second in errors[group]) for group in groups]
+
+    # their paired difference over groups: below 0 the tokens predict better
+    estimate = _over_groups(
+        [first - second for first, second in zip(by_tokens, by_decay, strict=True)]
+    )
+    low, high = estimate.interval()
+    p_value = estimate.p_value()
+    effect = f"{estimate.value:+z.3g} [{low:+z.3g}, {high:+z.3g}] in log"
+    statistic = (
+        f"mean |log(predicted / measured)| of {len(ends)} annealed ends: {fmean(by_tokens):.3g} by"
+        f" the power law, {fmean(by_decay):.3g} by the decay; difference {effect} over"
+        f" {len(groups)} groups of runs (paired, Student's t, p {p_value:.2g})"
+    )
+    outcome: Outcome = "supported" if estimate.value < 0 else "contradicted"
+    return Verdict(
+        "not decided" if p_value > ALPHA else outcome,
+        statistic,
+        effect,
+        p_value,
+        f"{sum(first < second for first, second in zip(by_tokens, by_decay, strict=True))} of"
+        f" {len(groups)} by tokens",
+        holds_seeds=True,
+    )
+
+
+def _is_complete(measure: Measure, end: RunSummary) -> bool:
+    """Return whether both predictions can be made and scored."""
+    needed = (end.last, end.control)
+    has_errors = all(row is not None and _error(measure, row) for row in needed)
+    return has_errors and len(_at_high_rate(measure, end)) >= LEAST_CHECKPOINTS
+
+
+def _error(measure: Measure, row: Row) -> float | None:
+    """Return the figure of a row; None where it has no logarithm."""
+    value = row.get(measure.column)
+    return value if value and value > 0 else None
+
+
+def _at_high_rate(measure: Measure, end: RunSummary) -> list[tuple[float, float]]:
+    """Return tokens and error of a run before its anneal and of its control."""
+    study, rows = measure.evidence.study, measure.evidence.rows
+    control = study.control_of(end.run)
+    path = [*lineage(study, rows, end.run), *(lineage(study, rows, control) if control else ())]
+    stable = {row["tokens"]: row for row in trained(path) if row["phase"] == "stable"}
+    assert end.last is not None
+    return [
+        (tokens, error)
+        for tokens, row in sorted(stable.items())
+        if tokens <= end.last["tokens"] and (error := _error(measure, row))
+    ]
+
+
+def _by_tokens(measure: Measure, end: RunSummary) -> float:
+    """Return how far the power law is off at the end of a run."""
+    assert end.last is not None
+    log_tokens, log_errors = np.log(np.array(_at_high_rate(measure, end))).T
+    slope, intercept = np.polyfit(log_tokens, log_errors, 1)
+    predicted = intercept + slope * math.log(end.last["tokens"])
+    return abs(float(predicted) - _log_error(measure, end.last))
+
+
+def _by_decay(measure: Measure, end: RunSummary, ends: Sequence[RunSummary]) -> float:
+    """Return how far the control's error times the mean factor of the other groups is off."""
+    factor = fmean(_log_factor(measure, other) for other in ends if other.group != end.group)
+    return abs(factor - _log_factor(measure, end))
+
+
+def _log_factor(measure: Measure, end: RunSummary) -> float:
+    """Return the log of the annealed error over that of its control."""
+    assert end.last is not None
+    assert end.control is not None
+    return _log_error(measure, end.last) - _log_error(measure, end.control)
+
+
+def _log_error(measure: Measure, row: Row) -> float:
+    return math.log(row[measure.column])
+
+
+def _over_groups(differences: Sequence[float]) -> Estimate:
+    """Return the mean over groups of runs, with the error that their spread shows."""
+    error = stdev(differences) / math.sqrt(len(differences))
+    return Estimate(fmean(differences), {"runs": ErrorSource(error, len(differences) - 1)})

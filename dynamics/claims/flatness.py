@@ -8,7 +8,29 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from dynamics.claims.verdict import (
+from dynamics.mechanism.checkpoints import (
+    MEASURES,
+    Averaged,
+    at_equal_loss,
+    averaged,
+    checkpoints,
+    divergence_of,
+    log_ratio,
+    loss_of,
+    training_of,
+)
+from dynamics.mechanism.correlation import Ratio, given_loss_and_tokens, mean_ratio
+from dynamics.mechanism.formula import (
+    BASELINES,
+    MODELS,
+    LogLinear,
+    Observations,
+    errors,
+    observe,
+    score,
+    slopes_text,
+)
+from study.claims.verdict import (
     ALPHA,
     Evidence,
     NotTested,
@@ -17,28 +39,14 @@ from dynamics.claims.verdict import (
     decided,
     judged,
 )
-from dynamics.mechanism.averages import Averaged, at_equal_loss, averaged, log_ratio
-from dynamics.mechanism.checkpoints import TITLES, checkpoints, divergence_of, loss_of, training_of
-from dynamics.mechanism.formula import (
-    BASELINES,
-    MODELS,
-    Model,
-    Observations,
-    errors,
-    observe,
-    score,
-    slopes_text,
-)
-from dynamics.mechanism.given import given_loss_and_tokens
-from dynamics.mechanism.ratios import Ratio, mean_ratio
 from study.measurements.curvature import TOP
+from study.measurements.kind import Column
 
 TOO_FEW = "fewer than three trainings hold what it takes"
 LogRatios = dict[str, list[float]]  # by training
 
 
 @claim(
-    90,
     "sharpness",
     "Flatter minima quantize better",
     source="section 6.2, appendix G",
@@ -47,22 +55,22 @@ LogRatios = dict[str, list[float]]  # by training
 def over_checkpoints(evidence: Evidence) -> list[Verdict]:
     """Correlate error and each measure of curvature over all checkpoints."""
     return [
-        judged(f"{title} and KL divergence", _correlated, evidence, column)
-        for column, title in _planned(evidence).items()
+        judged(f"{column.title} and KL divergence", _correlated, evidence, column)
+        for column in _planned(evidence)
     ]
 
 
-def _planned(evidence: Evidence) -> dict[str, str]:
-    """Return the titles of the measures of curvature that the study plans, by column."""
+def _planned(evidence: Evidence) -> list[Column]:
+    """Return the measures of curvature that the study plans."""
     settings = evidence.study.curvature
     has_top = settings is None or settings.lambda_max
-    return {column: title for column, title in TITLES.items() if column != TOP or has_top}
+    return [column for column in MEASURES if column != TOP or has_top]
 
 
-def _correlated(evidence: Evidence, column: str) -> Verdict:
+def _correlated(evidence: Evidence, column: Column) -> Verdict:
     study = evidence.study
-    points = checkpoints(study, evidence.rows, divergence_of(study), loss_of(study), column)
-    correlation = given_loss_and_tokens(study, points, column)
+    points = checkpoints(study, evidence.rows, divergence_of(study), loss_of(study), column.name)
+    correlation = given_loss_and_tokens(study, points, column.name)
     if correlation is None:
         raise NotTested(TOO_FEW)
     words = (
@@ -81,7 +89,6 @@ def _judged_by(value: float, p_value: float, effect: str, words: str) -> Verdict
 
 
 @claim(
-    100,
     "sharpening",
     "Curvature and error rise in the decay",
     source="section 6.2, appendix G",
@@ -90,12 +97,12 @@ def _judged_by(value: float, p_value: float, effect: str, words: str) -> Verdict
 def in_the_decay(evidence: Evidence) -> list[Verdict]:
     """Compare curvature and error of annealed weights with their controls at equal tokens."""
     return [
-        judged(f"{title} and KL divergence", _risen, evidence, column)
-        for column, title in _planned(evidence).items()
+        judged(f"{column.title} and KL divergence", _risen, evidence, column)
+        for column in _planned(evidence)
     ]
 
 
-def _risen(evidence: Evidence, column: str) -> Verdict:
+def _risen(evidence: Evidence, column: Column) -> Verdict:
     """Judge both ratios; a trajectory without a control is compared with itself before the decay.
 
     Supported and contradicted take both to be significant: the larger p-value decides (Berger 1982,
@@ -105,7 +112,7 @@ def _risen(evidence: Evidence, column: str) -> Verdict:
     has_controls = bool(evidence.study.controls)
     for end in evidence.annealed:
         reference = end.control if has_controls else end.first
-        sharper = log_ratio(end.last, reference, column)
+        sharper = log_ratio(end.last, reference, column.name)
         worse = log_ratio(end.last, reference, divergence_of(evidence.study))
         if sharper is not None and worse is not None:
             training = training_of(evidence.study, end.run)
@@ -115,7 +122,7 @@ def _risen(evidence: Evidence, column: str) -> Verdict:
     if curvature is None or divergence is None:
         raise NotTested(TOO_FEW)
     p_value = max(curvature.p_value, divergence.p_value)
-    effect = f"{TITLES[column]} {curvature}, KL divergence {divergence}, p {p_value:.2g}"
+    effect = f"{column.title} {curvature}, KL divergence {divergence}, p {p_value:.2g}"
     against = "the control at equal tokens" if has_controls else "the weights before the decay"
     words = (
         f"against {against}: {effect}; geometric means over {divergence.trainings} trainings with"
@@ -126,7 +133,6 @@ def _risen(evidence: Evidence, column: str) -> Verdict:
 
 
 @claim(
-    105,
     "flat-averages",
     "Averages are flatter, better at equal loss",
     source="section 5, figure 4",
@@ -138,17 +144,17 @@ def of_averages(evidence: Evidence) -> list[Verdict]:
     kinds = list(dict.fromkeys(average.kind for average in averages))
     verdicts = []
     for kind in kinds:
-        own = [average for average in averages if average.kind == kind]
-        for column, title in _planned(evidence).items():
-            judge = partial(_lower, own, partial(_beside_weights, column))
-            verdicts.append(judged(f"{title}, {kind} against weights of its step", judge))
-        judge = partial(_lower, own, partial(at_equal_loss, evidence.study))
+        of_kind = [average for average in averages if average.kind == kind]
+        for column in _planned(evidence):
+            judge = partial(_lower, of_kind, partial(_beside_weights, column))
+            verdicts.append(judged(f"{column.title}, {kind} against weights of its step", judge))
+        judge = partial(_lower, of_kind, partial(at_equal_loss, evidence.study))
         verdicts.append(judged(f"KL divergence, {kind} against weights at its loss", judge))
     return verdicts
 
 
-def _beside_weights(column: str, average: Averaged) -> float | None:
-    return log_ratio(average.row, average.weights, column)
+def _beside_weights(column: Column, average: Averaged) -> float | None:
+    return log_ratio(average.row, average.weights, column.name)
 
 
 def _lower(averages: list[Averaged], log_ratio_of: Callable[[Averaged], float | None]) -> Verdict:
@@ -170,7 +176,6 @@ def _lower(averages: list[Averaged], log_ratio_of: Callable[[Averaged], float | 
 
 
 @claim(
-    107,
     "formula",
     "Curvature, bits and rate predict the error",
     source="future work of section 7; our formula (dynamics/mechanism/formula.py)",
@@ -187,15 +192,17 @@ def by_formula(evidence: Evidence) -> list[Verdict]:
     ]
 
 
-def _formula(observations: Observations, model: Model) -> Verdict:
+def _formula(observations: Observations, model: LogLinear) -> Verdict:
     """Judge whether errors of held-out trainings are smaller than those of every baseline.
 
     The largest p-value decides (Berger 1982, intersection-union test).
     """
-    own, ratios = errors(observations, model), dict[str, Ratio]()
+    by_model, ratios = errors(observations, model), dict[str, Ratio]()
     for name in BASELINES:
         other = errors(observations, MODELS[name])
-        ratio = mean_ratio({training: [other[training] - own[training]] for training in own})
+        ratio = mean_ratio(
+            {training: [other[training] - by_model[training]] for training in by_model}
+        )
         assert ratio, "there are four trainings or more"
         ratios[name] = ratio
     weakest = max(ratios.values(), key=lambda ratio: (ratio.value < 1, ratio.p_value))

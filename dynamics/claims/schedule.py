@@ -9,7 +9,7 @@ from math import log2
 
 import numpy as np
 
-from dynamics.claims.finding import (
+from study.claims.finding import (
     Finding,
     all_directed,
     conclude,
@@ -18,7 +18,7 @@ from dynamics.claims.finding import (
     mean_of,
     times,
 )
-from dynamics.claims.verdict import (
+from study.claims.verdict import (
     Measure,
     NotTested,
     Replicates,
@@ -28,6 +28,7 @@ from dynamics.claims.verdict import (
     grouped,
     needed,
 )
+from study.measurements.quantization import CROSS_ENTROPY
 from study.results.paired import Weighted
 from study.results.summary import RunSummary, at_high_rate, lineage
 from study.results.table import Row, trained
@@ -41,9 +42,9 @@ Contrast = Callable[[RunSummary], Weighted]
 
 def slope_over(placed: Sequence[tuple[Row, float]]) -> Weighted:
     """Return the weights of the rows in the slope of least squares over their places."""
-    mean = sum(place for _, place in placed) / len(placed)
-    spread = sum((place - mean) ** 2 for _, place in placed)
-    return [(row, (place - mean) / spread) for row, place in placed]
+    mean = sum(x for _, x in placed) / len(placed)
+    spread = sum((x - mean) ** 2 for _, x in placed)
+    return [(row, (x - mean) / spread) for row, x in placed]
 
 
 def slope_over_tokens(rows: Sequence[Row]) -> Weighted:
@@ -75,31 +76,33 @@ def change(first: Row, last: Row) -> Weighted:
     return [(last, 1.0), (first, -1.0)]
 
 
-def annealed(of: Measure, *others: str) -> list[RunSummary]:
+def annealed(measure: Measure, *others: str) -> list[RunSummary]:
     """Return the ends of a decay that have something to be compared with.
 
     Raises:
         NotTested: there are none, or a control is not measured.
     """
-    study = of.evidence.study
-    ends = of.evidence.annealed
+    study = measure.evidence.study
+    ends = measure.evidence.annealed
     if not ends:
         raise NotTested("no run's learning rate decays after a checkpoint at a higher one")
     kept = [end for end in ends if not isinstance(end.run, RunConfig) or study.control_of(end.run)]
     if not kept:
         raise NotTested("no annealed run has a control: the same run at equal tokens, not annealed")
     for end in kept:
-        of.end(end, *others)
+        measure.end(end, *others)
         if isinstance(end.run, RunConfig):
-            needed(f"the control of {end.label}", end.control, of.column, *others)
+            needed(f"the control of {end.label}", end.control, measure.column, *others)
     return kept
 
 
-def effect_of_anneal(of: Measure, end: RunSummary) -> Weighted:
+def effect_of_anneal(measure: Measure, end: RunSummary) -> Weighted:
     """Return the weights of the rows in what the anneal of a run does to its error."""
     if isinstance(end.run, RunConfig):
-        return change(needed(f"the control of {end.label}", end.control, of.column), of.end(end))
-    return above_trend(_stable(of, end), _decaying(of, end))
+        return change(
+            needed(f"the control of {end.label}", end.control, measure.column), measure.end(end)
+        )
+    return above_trend(_stable(measure, end), _decaying(measure, end))
 
 
 def above_trend(stable: Sequence[Row], decaying: Sequence[Row]) -> Weighted:
@@ -115,9 +118,9 @@ def above_trend(stable: Sequence[Row], decaying: Sequence[Row]) -> Weighted:
     return [(row, float(weight * beyond.max())) for row, weight in zip(rows, weights, strict=True)]
 
 
-def _stable(of: Measure, end: RunSummary) -> list[Row]:
+def _stable(measure: Measure, end: RunSummary) -> list[Row]:
     """Return the rows at the high rate, on to the control's where there is one."""
-    study, rows = of.evidence.study, of.evidence.rows
+    study, rows = measure.evidence.study, measure.evidence.rows
     control = study.control_of(end.run) if isinstance(end.run, RunConfig) else None
     first = needed(f"{end.label} before the decay", end.first)
     last = end.control or first
@@ -126,15 +129,15 @@ def _stable(of: Measure, end: RunSummary) -> list[Row]:
     kept = [row for row in high if row["tokens"] <= (last["tokens"] or 0)]
     if len({row["tokens"] for row in kept}) < 2:
         raise NotTested("no run has two checkpoints at a high learning rate before it decays")
-    return [needed(f"{end.label}, step {row['step']}", row, of.column) for row in kept]
+    return [needed(f"{end.label}, step {row['step']}", row, measure.column) for row in kept]
 
 
-def _decaying(of: Measure, end: RunSummary) -> list[Row]:
+def _decaying(measure: Measure, end: RunSummary) -> list[Row]:
     """Return the rows of a released training after the last one at the high rate."""
     first = needed(f"{end.label} before the decay", end.first)
-    led = trained(lineage(of.evidence.study, of.evidence.rows, end.run))
-    later = [row for row in led if row["tokens"] and row["tokens"] > (first["tokens"] or 0)]
-    return [row for row in later if row[of.column] is not None]
+    path = trained(lineage(measure.evidence.study, measure.evidence.rows, end.run))
+    later = [row for row in path if row["tokens"] and row["tokens"] > (first["tokens"] or 0)]
+    return [row for row in later if row[measure.column] is not None]
 
 
 def by_group(contrast: Contrast, ends: Sequence[RunSummary]) -> dict[str, Replicates]:
@@ -153,76 +156,77 @@ def reach(values: Iterable[float]) -> str:
 
 
 @claim(
-    10,
     "flat",
     "The error stays flat while the rate is high",
     source="abstract, figure 1",
     needs="two checkpoints at a high rate, and annealed weights with their control",
 )
 @by_measure
-def flat(of: Measure) -> Verdict:
+def flat(measure: Measure) -> Verdict:
     """Compare the change over the whole phase with a share of what the anneal does."""
-    ends = annealed(of)
-    changes = by_group(lambda end: growth_over(_stable(of, end)), ends)
-    margins = by_group(lambda end: times(MARGIN, effect_of_anneal(of, end)), ends)
-    spans = [doublings(_stable(of, end)) for end in ends]
+    ends = annealed(measure)
+    changes = by_group(lambda end: growth_over(_stable(measure, end)), ends)
+    margins = by_group(lambda end: times(MARGIN, effect_of_anneal(measure, end)), ends)
+    spans = [doublings(_stable(measure, end)) for end in ends]
     beside = (
         f"slope x span over {reach(spans)} doublings of the tokens; the margin is {MARGIN:g} of"
         " what the anneal does; two one-sided tests"
     )
-    return conclude_within(of, changes, margins, two_sided=True, beside=beside)
+    return conclude_within(measure, changes, margins, two_sided=True, beside=beside)
 
 
 @claim(
-    20,
     "surge",
     "The error surges when the rate decays",
     source="abstract, figure 1, appendix E.4",
     needs="annealed weights, and the same run at equal tokens without the anneal",
 )
 @by_measure
-def surge(of: Measure) -> Verdict:
+def surge(measure: Measure) -> Verdict:
     """Compare annealed with not annealed weights at equal tokens, the growth by data beside it."""
-    ends = annealed(of)
+    ends = annealed(measure)
     beside = "above the trend in log tokens"
     if isinstance(ends[0].run, RunConfig):
         beside = "annealed minus control at equal tokens"
         controls = [(end, end.control) for end in ends if end.control]
-        if all(end.first and end.first.get(of.column) is not None for end, _ in controls):
+        if all(end.first and end.first.get(measure.column) is not None for end, _ in controls):
             grown = by_group(
-                lambda end: change(of.before(end), needed("", end.control)),
+                lambda end: change(measure.before(end), needed("", end.control)),
                 [end for end, _ in controls],
             )
-            growth = of.estimate(mean_of(list(grown.values())))
-            beside += f"; by data alone, control minus before the anneal: {of.estimated(growth)}"
-    parts = by_group(lambda end: effect_of_anneal(of, end), ends)
-    return all_directed(of, parts, "higher", beside=beside)
+            growth = measure.estimate(mean_of(list(grown.values())))
+            beside += (
+                f"; by data alone, control minus before the anneal: {measure.estimated(growth)}"
+            )
+    parts = by_group(lambda end: effect_of_anneal(measure, end), ends)
+    return all_directed(measure, parts, "higher", beside=beside)
 
 
 @claim(
-    30,
     "divergence",
     "The decay lowers the loss, raises the error",
     source="abstract",
     needs="annealed weights, and the same run at equal tokens without the anneal",
 )
 @by_measure
-def divergence(of: Measure) -> Verdict:
+def divergence(measure: Measure) -> Verdict:
     """Compare both with the control: the full-precision loss falls, and the error rises.
 
     The larger p-value decides (Berger 1982, intersection-union test).
     """
-    of_loss = of.of(figure="cross_entropy")
-    ends = annealed(of, of_loss.column)
-    contrasts = by_group(lambda end: effect_of_anneal(of, end), ends)
-    parts = {label: _parted(of_loss, of, part) for label, part in contrasts.items()}
+    of_loss = measure.by(figure=CROSS_ENTROPY)
+    ends = annealed(measure, of_loss.column)
+    contrasts = by_group(lambda end: effect_of_anneal(measure, end), ends)
+    parts = {label: _parted(of_loss, measure, part) for label, part in contrasts.items()}
     whole = mean_of(list(contrasts.values()))
-    verdict = conclude(of, (_parted(of_loss, of, whole), of.estimate(whole)), parts, "apart")
+    verdict = conclude(
+        measure, (_parted(of_loss, measure, whole), measure.estimate(whole)), parts, "apart"
+    )
     loss = of_loss.signed(of_loss.estimate(whole).value)
     return verdict._replace(effect=f"{verdict.effect}, loss {loss}")
 
 
-def _parted(of_loss: Measure, of: Measure, contrast: Replicates) -> Finding:
-    loss, error = directed(of_loss, contrast), directed(of, contrast)
+def _parted(of_loss: Measure, measure: Measure, contrast: Replicates) -> Finding:
+    loss, error = directed(of_loss, contrast), directed(measure, contrast)
     way = "apart" if (loss.way, error.way) == ("lower", "higher") else "not apart"
     return Finding(way, max(loss.p, error.p), f"loss {loss.words}, error {error.words}")

@@ -4,16 +4,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
-from math import factorial, log2
+from math import comb, factorial, log2
+
+import numpy as np
+from numpy.typing import NDArray
 
 from base.statistics import holm
 from dynamics.claims.data import replicated
-from dynamics.claims.finding import all_directed, bounded, directed, mean_of, times
-from dynamics.claims.permutation import kendall
 from dynamics.claims.schedule import change, slope_over
-from dynamics.claims.verdict import (
+from quant_eval.specs import parse_spec
+from study.claims.finding import all_directed, bounded, directed, mean_of, times
+from study.claims.verdict import (
     ALPHA,
-    NAMES,
     Evidence,
     Measure,
     NotTested,
@@ -25,7 +27,7 @@ from dynamics.claims.verdict import (
     measures,
     needed,
 )
-from quant_eval.specs import parse_spec
+from study.measurements.quantization import CROSS_ENTROPY, ERRORS, QUANTIZED_LOSS
 from study.measurements.titles import spec_title
 from study.results.averages import Made, against_annealed, lowest_spec
 from study.results.summary import RunSummary
@@ -41,9 +43,9 @@ def _peak(end: RunSummary) -> float:
     return end.run.optimizer.peak_lr
 
 
-def _sweeps(of: Measure) -> list[dict[float, list[Row]]]:
+def _sweeps(measure: Measure) -> list[dict[float, list[Row]]]:
     """Return the ends of runs that differ in their peak alone: rows of each seed by rising peak."""
-    groups = replicated(of.evidence.ends, ("optimizer.peak_lr",))
+    groups = replicated(measure.evidence.ends, ("optimizer.peak_lr",))
     if not groups:
         raise NotTested("no two runs differ in their peak learning rate alone")
     sweeps = []
@@ -52,12 +54,12 @@ def _sweeps(of: Measure) -> list[dict[float, list[Row]]]:
             set.intersection(*({_peak(end) for end in ends_of_seed} for ends_of_seed in sets))
         )
         ends = {
-            (place, _peak(end)): end
-            for place, ends_of_seed in enumerate(sets)
+            (seed, _peak(end)): end
+            for seed, ends_of_seed in enumerate(sets)
             for end in ends_of_seed
         }
         sweeps.append(
-            {peak: [of.end(ends[place, peak]) for place in range(len(sets))] for peak in peaks}
+            {peak: [measure.end(ends[seed, peak]) for seed in range(len(sets))] for peak in peaks}
         )
     return [sweep for sweep in sweeps if len(sweep) > 1]
 
@@ -81,25 +83,24 @@ def _steps(sweeps: Sequence[dict[float, list[Row]]], pairs: Pairing) -> dict[str
 
 
 @claim(
-    40,
     "peaks",
     "A larger peak rate leaves a smaller error",
     source="section 5.1, figure 23",
     needs="runs that differ in their peak learning rate alone",
 )
 @by_measure
-def peaks(of: Measure) -> Verdict:
+def peaks(measure: Measure) -> Verdict:
     """Test the slope over log2 of the peak, seed by seed, and its steps from peak to peak.
 
     The unit is the run. With one seed it is that of Kendall's tau, where so many peaks can decide.
     """
-    sweeps = _sweeps(of)
+    sweeps = _sweeps(measure)
     slopes = [_slopes(sweep) for sweep in sweeps]
     steps, whole = _steps(sweeps, pairwise), mean_of(slopes)
-    verdict = all_directed(of, steps, "lower", whole, "steps of the peak", " per 2x")
+    verdict = all_directed(measure, steps, "lower", whole, "steps of the peak", " per 2x")
     if verdict.holds_seeds or len(sweeps) > 1 or _best_p(len(sweeps[0])) > ALPHA:
         return verdict
-    tau, p = kendall(list(sweeps[0]), [rows[0][of.column] for rows in sweeps[0].values()])
+    tau, p = kendall(list(sweeps[0]), [rows[0][measure.column] for rows in sweeps[0].values()])
     outcome = verdict.outcome if p <= ALPHA else "not decided"
     words = f"Kendall's tau over the runs {tau:+.2f}, exact p {p:.2g}, which decides"
     return verdict._replace(outcome=outcome, p=p, statistic=f"{words}; {verdict.statistic}")
@@ -111,24 +112,25 @@ def _best_p(runs: int) -> float:
 
 
 @claim(
-    50,
     "matched",
     "So it is at equal full-precision loss",
     source="section 5.1, figure 23",
     needs="runs that differ in their peak learning rate alone, two with the same loss",
 )
 @by_measure
-def matched(of: Measure) -> Verdict:
+def matched(measure: Measure) -> Verdict:
     """Compare pairs of peaks whose losses are shown to be equal by two one-sided tests."""
-    of_loss = of.of(figure="cross_entropy")
+    of_loss = measure.by(figure=CROSS_ENTROPY)
     all_pairs = partial(combinations, r=2)
     losses = _steps(_sweeps(of_loss), all_pairs)
-    pairs = _steps(_sweeps(of), all_pairs)
+    pairs = _steps(_sweeps(measure), all_pairs)
     equal = {label: pairs[label] for label, loss in losses.items() if _is_equal(of_loss, loss)}
     what = f"of {len(pairs)} pairs of peaks, with losses within {EQUAL_LOSS:.0%} of each other"
     if not equal:
         raise NotTested(f"none {what} (two one-sided tests)")
-    return all_directed(of, equal, "lower", beside=f"{len(equal)} {what} (two one-sided tests)")
+    return all_directed(
+        measure, equal, "lower", beside=f"{len(equal)} {what} (two one-sided tests)"
+    )
 
 
 def _is_equal(of_loss: Measure, change_of_loss: Replicates) -> bool:
@@ -142,7 +144,6 @@ def _is_equal(of_loss: Measure, change_of_loss: Replicates) -> bool:
 
 
 @claim(
-    60,
     "averages",
     "Averages beat annealed weights",
     source="section 5, appendix C",
@@ -153,35 +154,34 @@ def averages(evidence: Evidence) -> list[Verdict]:
     spec = lowest_spec(evidence.study)
     return [
         judged(
-            f"{title}: {name} ({spec_title(spec)})",
+            f"{title}: {figure.title} ({spec_title(spec)})",
             _averaged,
             Measure(evidence, spec, figure),
             average,
         )
         for title, average in against_annealed(evidence.study).items()
-        for figure, name in NAMES.items()
+        for figure in (*ERRORS, QUANTIZED_LOSS)
     ]
 
 
-def _averaged(of: Measure, average: Made) -> Verdict:
-    study, rows = of.evidence.study, of.evidence.rows
+def _averaged(measure: Measure, average: Made) -> Verdict:
+    study, rows = measure.evidence.study, measure.evidence.rows
     averages = {(row["run"], row["step"]): row for row in rows if row["average"] == average.name}
     planned = [
-        (end, averages.get(place))
-        for end in of.evidence.annealed
-        if (place := average.place(study, end.run))
+        (end, averages.get(end_of_average))
+        for end in measure.evidence.annealed
+        if (end_of_average := average.end_of(study, end.run))
     ]
     if not planned:
         raise NotTested("no run that anneals has this average")
     parts: dict[str, Replicates] = {}
     for end, row in planned:
-        averaged = needed(f"the average of {end.label}", row, of.column)
-        parts.setdefault(end.group, []).append(change(of.end(end), averaged))
-    return all_directed(of, parts, "lower", beside="average minus annealed weights")
+        averaged = needed(f"the average of {end.label}", row, measure.column)
+        parts.setdefault(end.group, []).append(change(measure.end(end), averaged))
+    return all_directed(measure, parts, "lower", beside="average minus annealed weights")
 
 
 @claim(
-    110,
     "methods",
     "Other methods order the runs alike",
     source="appendix A",
@@ -191,14 +191,16 @@ def methods(evidence: Evidence) -> list[Verdict]:
     """Test by every further method the pairs of runs that differ significantly by the first."""
     others = evidence.study.quantization.further
     return [
-        judged(of.title, _same_order, of) for spec in others for of in measures(evidence, [spec])
+        judged(measure.title, _same_order, measure)
+        for spec in others
+        for measure in measures(evidence, [spec])
     ]
 
 
-def _same_order(of: Measure) -> Verdict:
-    by_first = of.of(spec=of.evidence.study.quantization.specs[0])
+def _same_order(measure: Measure) -> Verdict:
+    by_first = measure.by(spec=measure.evidence.study.quantization.specs[0])
     title = spec_title(by_first.spec)
-    groups = of.evidence.groups
+    groups = measure.evidence.groups
     if len(groups) < 2:
         raise NotTested("the study has a single run")
     # the difference between two groups of runs, seed by seed
@@ -206,7 +208,7 @@ def _same_order(of: Measure) -> Verdict:
     for first, second in combinations(groups, 2):
         ends = zip(groups[first], groups[second], strict=False)
         pairs[f"{first} and {second}"] = [
-            change(by_first.end(low, of.column), by_first.end(high, of.column))
+            change(by_first.end(low, measure.column), by_first.end(high, measure.column))
             for low, high in ends
         ]
 
@@ -222,11 +224,10 @@ def _same_order(of: Measure) -> Verdict:
         words = f"by {title}, none of {len(findings)} pairs differs significantly itself"
         return Verdict("not decided", words)
     beside = f"the pairs of {len(pairs)} that differ significantly by {title}, in its direction"
-    return all_directed(of, apart, "higher", beside=beside)
+    return all_directed(measure, apart, "higher", beside=beside)
 
 
 @claim(
-    120,
     "bits",
     "Fewer bits cost more",
     source="appendix E.4, figure 23",
@@ -240,15 +241,57 @@ def bits(evidence: Evidence) -> list[Verdict]:
     verdicts = []
     for specs in by_method.values():
         for low, high in pairwise(sorted(specs, key=lambda spec: parse_spec(spec).bits)):
-            for of in measures(evidence, [low]):
-                title = f"{of.title[:-1]}, against {parse_spec(high).bits} bits)"
-                verdicts.append(judged(title, _fewer_bits, of, high))
+            for measure in measures(evidence, [low]):
+                title = f"{measure.title[:-1]}, against {parse_spec(high).bits} bits)"
+                verdicts.append(judged(title, _fewer_bits, measure, high))
     return verdicts
 
 
-def _fewer_bits(of: Measure, high: str) -> Verdict:
+def _fewer_bits(measure: Measure, high: str) -> Verdict:
     parts = {
-        label: [[(of.end(end, of.of(spec=high).column), 1.0)] for end in ends]
-        for label, ends in of.evidence.groups.items()
+        label: [[(measure.end(end, measure.by(spec=high).column), 1.0)] for end in ends]
+        for label, ends in measure.evidence.groups.items()
     }
-    return all_directed(replace(of, minus=high), parts, "higher")
+    return all_directed(replace(measure, minus=high), parts, "higher")
+
+
+# All of them up to 8 runs, a draw of as many beyond; a draw's p-value is not below its reciprocal.
+PERMUTATIONS = 50_000
+
+
+def kendall(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Return Kendall's tau (1938), concordant minus discordant over all pairs, and its p-value.
+
+    The p-value is the share of the orders of the runs, were the second
+    independent of the first, that give a tau as far from 0. Its unit is the run: it holds for other
+    runs of the same settings, where a comparison paired over documents holds for other documents.
+
+    Args:
+        first: a value of each run.
+        second: another value of each, in the same order.
+
+    Example: two of the 24 orders of four runs have a tau of 1 or -1.
+        >>> tau, p_value = kendall([1, 2, 3, 4], [10, 20, 30, 40])
+        >>> tau, round(p_value, 4)
+        (1.0, 0.0833)
+    """
+    from scipy.stats import permutation_test  # takes half a second, for one claim
+
+    i, j = np.triu_indices(len(first), 1)
+    sign_P = np.sign(np.subtract(np.take(first, j), np.take(first, i)))
+
+    def tau(values: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
+        moved = np.moveaxis(values, axis, -1)
+        signs = np.sign(moved[..., j] - moved[..., i]) @ sign_P
+        return np.asarray(signs / comb(len(first), 2), dtype=np.float64)
+
+    result = permutation_test(
+        (np.asarray(second, dtype=np.float64),),
+        tau,
+        permutation_type="pairings",
+        vectorized=True,
+        n_resamples=PERMUTATIONS,
+        alternative="two-sided",
+        rng=np.random.default_rng(0),
+    )
+    return float(result.statistic), float(result.pvalue)

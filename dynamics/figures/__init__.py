@@ -1,4 +1,4 @@
-"""The figures themselves: every `Figure` that a module of this folder defines is in the report.
+"""The figures of a study of quantization along training.
 
-A new figure is one new module here, with a function below `@figure(...)`.
+A new figure is a function below `@figure(...)` and its place in `dynamics.content`.
 """

@@ -3,18 +3,24 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dynamics.figures.quantization import DIVERGENCE, ERROR
+from dynamics.figures.quantization import DIVERGENCE_AXIS, ERROR_AXIS
 from study.definition import Study
 from study.figures.canvas import WEIGHTS, Canvas
 from study.figures.charts import NATS, Chart, Quantity, Rows
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.curvature import RELATIVE
+from study.measurements.quantization import (
+    CROSS_ENTROPY,
+    DIVERGENCE,
+    QUANTIZED_LOSS,
+    RELATIVE_ERROR,
+)
 from study.measurements.titles import spec_title
 from study.results.averages import average_label, kept_averages, lowest_spec
 
 SOUP = "soup"
 SHARPNESS = Quantity("relative trace of the Hessian", NATS)
-PAIRED = (ERROR, DIVERGENCE, SHARPNESS)  # columns with bars
+PAIRED = (ERROR_AXIS, DIVERGENCE_AXIS, SHARPNESS)  # columns with bars
 STAR = "M0,-2L.46,-.62L1.9,-.62L.72,.24L1.18,1.62L0,.76L-1.18,1.62L-.72,.24L-1.9,-.62L-.46,-.62Z"
 DASHES = ([5, 3], [7, 2, 2, 2], [2, 2])  # of averages kept in training; weights are solid
 
@@ -25,7 +31,6 @@ def _applies(study: Study) -> bool:
 
 @figure(
     "averages",
-    50,
     "Averages of weights beside the weights themselves: loss in full precision, quantized loss,"
     " relative error and KL divergence at the fewest bits, and the relative trace of the Hessian"
     " where the study measures curvature of averages. Dashed: an average kept in training. Stars:"
@@ -36,16 +41,16 @@ def _applies(study: Study) -> bool:
 def averages(canvas: Canvas) -> Drawn | None:
     """Draw weights, averages kept in training and soups."""
     spec = lowest_spec(canvas.study)
-    title, column = spec_title(spec), f"quant/{spec}"
+    title = spec_title(spec)
     shown = [
-        (Quantity("loss", NATS), f"{column}/cross_entropy", "Full precision"),
-        (Quantity("quantized loss", NATS), f"{column}/cross_entropy_quantized", title),
-        (ERROR, f"{column}/relative_error", title),
-        (DIVERGENCE, f"{column}/kl_divergence", title),
+        (Quantity("loss", NATS), CROSS_ENTROPY.of(spec), "Full precision"),
+        (Quantity("quantized loss", NATS), QUANTIZED_LOSS.of(spec), title),
+        (ERROR_AXIS, RELATIVE_ERROR.of(spec), title),
+        (DIVERGENCE_AXIS, DIVERGENCE.of(spec), title),
     ]
     settings = canvas.study.curvature
     if settings and settings.averages:
-        shown.append((SHARPNESS, RELATIVE, "Curvature"))
+        shown.append((SHARPNESS, RELATIVE.name, "Curvature"))
     columns = 2 if len(shown) == 4 else 3
     by_panel = [
         (quantity, rows)

@@ -1,4 +1,4 @@
-"""Quantization at the end of every run against what the study varies.
+"""The end of training: annealed against not annealed, and against what the study varies.
 
 Peak learning rates, weight decays, or budgets of tokens under one schedule and another (arXiv
 2510.06213, figures 3 to 5; the last is the question of arXiv 2411.04330).
@@ -7,25 +7,32 @@ Peak learning rates, weight decays, or budgets of tokens under one schedule and 
 from dataclasses import replace
 from typing import Any
 
-from dynamics.figures.quantization import MEASURES
-from study.axes import Varied
+from dynamics.figures.quantization import DIVERGENCE_AXIS, MEASURES
+from quant_eval.estimate import Estimate
+from study.axes import Value, Varied
 from study.definition import Study
-from study.differences import Value
 from study.figures.canvas import Canvas, described, interval_of
 from study.figures.charts import (
     GREY,
     INK,
+    NATS,
     Chart,
     Quantity,
     Rows,
     columns_of,
     data,
+    level,
     marks,
     panel,
+    tooltip,
 )
 from study.figures.figure import Drawn, drawn, figure
 from study.figures.looks import Runs, colours, looks_for
+from study.measurements.quantization import DIVERGENCE
 from study.measurements.titles import spec_title
+from study.results.averages import lowest_spec
+from study.results.paired import Paired, Weighted
+from study.results.summary import RunSummary, summarize
 
 MOST_TICKS = 8  # as many values are written below the axis, each at its place
 GROUP = "group"
@@ -34,7 +41,6 @@ ANNEALED = "annealed"  # where only controls say more of themselves
 
 @figure(
     "ends",
-    30,
     "Quantization at the end of every run against the first quantity in which the runs differ; the"
     " others are the colours, dashed: not annealed. KL divergence above, the relative error of the"
     " loss below. Bars are intervals.",
@@ -48,9 +54,9 @@ def ends(canvas: Canvas) -> Drawn | None:
     field = x.label if isinstance(x, Quantity) else varied.name
     lines, columns = _lines(canvas.study, varied, canvas.runs), columns_of(len(specs))
     panels: list[tuple[Rows, Chart]] = []
-    for name, y in MEASURES.items():
+    for measure, y in MEASURES.items():
         for spec in specs:
-            column, title = f"quant/{spec}/{name}", spec_title(spec)
+            column, title = measure.of(spec), spec_title(spec)
             rows = []
             for run, row in canvas.last_rows(column).items():
                 if run in places:
@@ -68,7 +74,9 @@ def _place(canvas: Canvas, varied: Varied) -> tuple[Quantity | Chart, dict[str, 
     if not varied.has_numbers:
         words = list(dict.fromkeys(map(str, varied.values.values())))
         x: Chart = {"field": varied.name, "type": "nominal", "sort": words}
-        return x | {"axis": {"labelAngle": 0}}, {run: str(of) for run, of in varied.values.items()}
+        return x | {"axis": {"labelAngle": 0}}, {
+            run: str(value) for run, value in varied.values.items()
+        }
 
     # amounts of tokens are in the unit of the study's other figures
     is_tokens = varied.unit == "tokens"
@@ -120,3 +128,81 @@ def _panel(rows: Rows, lines: Runs, x: Quantity | Chart, y: Quantity, columns: i
         mark = {"type": "line", "color": GREY, "strokeWidth": 1}
         layers.insert(0, data(rows, mark=mark, encoding={"x": x.encoding(), "y": y.encoding()}))
     return panel(layers, rows[0]["panel"], columns)
+
+
+DIFFERENCE = Quantity("annealed - not annealed", NATS, holds_zero=True)
+SERIES = ("annealed", "not annealed")
+SHAPES = ("circle", "square")
+PANEL_HEIGHT = 170
+
+
+@figure(
+    "anneal_against_control",
+    "Annealed against not annealed at equal tokens: KL divergence of the quantized from the"
+    " full-precision model at the fewest bits, and the paired difference. Points are means over"
+    " seeds. Bars are 95% intervals over held-out documents, and over calibration draws and seeds"
+    " where there are several; those of the difference decide.",
+    lambda study: bool(study.controls),
+    headline=True,
+)
+def anneal_against_control(canvas: Canvas) -> Drawn | None:
+    """Draw the error with and without the anneal of every group of runs, and the difference."""
+    spec = lowest_spec(canvas.study)
+    column = DIVERGENCE.of(spec)
+    groups: dict[str, list[RunSummary]] = {}
+    for end in summarize(canvas.study, canvas.table):
+        if end.control and end.last and None not in (end.control[column], end.last[column]):
+            groups.setdefault(end.group, []).append(end)
+
+    paired, errors, differences = Paired(canvas.directory), Rows(), Rows()
+    for group, ends in groups.items():
+        head = {"panel": spec_title(spec), canvas.runs.heading: group, "seeds": len(ends)}
+        annealed: list[Weighted] = [[(end.last, 1.0)] for end in ends if end.last]
+        control: list[Weighted] = [[(end.control, 1.0)] for end in ends if end.control]
+        change = [
+            [*weighted, (row, -1.0)]
+            for weighted, ((row, _),) in zip(annealed, control, strict=True)
+        ]
+        for series, weighted in zip(SERIES, (annealed, control), strict=True):
+            estimate = paired.estimate(weighted, spec, DIVERGENCE)
+            errors.append(head | {"series": series} | _values(DIVERGENCE_AXIS, estimate))
+        estimate = paired.estimate(change, spec, DIVERGENCE)
+        p_value = {"p, not corrected": estimate.p_value()}
+        differences.append(head | p_value | _values(DIFFERENCE, estimate))
+    panels = [
+        (rows, _anneal_panel(rows, canvas.runs, quantity))
+        for rows, quantity in ((errors, DIVERGENCE_AXIS), (differences, DIFFERENCE))
+        if rows
+    ]
+    return drawn(panels, 2)
+
+
+def _values(quantity: Quantity, estimate: Estimate) -> dict[str, float]:
+    return quantity.values(estimate.value, estimate.interval())
+
+
+def _anneal_panel(rows: Rows, runs: Runs, quantity: Quantity) -> Chart:
+    """Points with their intervals above the name of the group, annealed beside not annealed.
+
+    Groups have their colours, as in all figures; the marker says what is annealed.
+    """
+    axis = {"labelAngle": 0}
+    x: Chart = {"field": runs.heading, "type": "nominal", "sort": None, "axis": axis}
+    groups = {group: looks[0].colour for group, looks in runs.groups.items()}
+    shown = list(dict.fromkeys(row[runs.heading] for row in rows))
+    scale = {"domain": shown, "range": [groups[group] for group in shown]}
+    colour = {"field": runs.heading, "type": "nominal", "scale": scale, "legend": None}
+    encoding: Chart = {"x": x, "y": quantity.encoding(), "color": colour}
+    point: Chart = {"tooltip": tooltip(rows)}
+    if "series" in rows[0]:
+        series = {"field": "series", "type": "nominal", "title": "at equal tokens"}
+        encoding |= {"xOffset": series | {"sort": list(SERIES)}}
+        point |= {"shape": series | {"scale": {"domain": list(SERIES), "range": list(SHAPES)}}}
+    low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
+    bar = {"y": quantity.encoding(low), "y2": {"field": high}}
+    layers = [
+        {"mark": {"type": "rule", "strokeWidth": 1.6}, "encoding": bar},
+        {"mark": {"type": "point", "filled": True, "opacity": 1, "size": 55}, "encoding": point},
+    ]
+    title = rows[0]["panel"] if quantity is DIVERGENCE_AXIS else "Paired difference"
+    return panel([level(0.0), data(rows, encoding=encoding, layer=layers)], title, 2, PANEL_HEIGHT)

@@ -6,6 +6,7 @@ from quant_eval.specs import parse_spec
 from study.figures.canvas import Canvas
 from study.figures.charts import LINE, NATS, Chart, Quantity, Rows, columns_of, data, marks
 from study.figures.figure import Drawn, drawn, figure
+from study.measurements.quantization import LOSS_INCREASE
 from study.measurements.titles import spec_title
 from train.run.directory import RunDirectory
 from train.run.metrics import QUANTIZATION, read_metrics
@@ -18,7 +19,6 @@ METHOD: Chart = {"field": "series", "type": "nominal", "title": "method"}
 
 @figure(
     "probe",
-    45,
     "Quantization while training. Loss with the linears of all blocks rounded to nearest, less that"
     " without, on a few held-out sequences; markers are saved checkpoints by the same method, on"
     " the evaluated documents, which are another text. Relative output error: squared error of a"
@@ -29,7 +29,7 @@ def probe(canvas: Canvas) -> Drawn | None:
     """Draw a panel per width for the loss, and for each linear at each width."""
     probes = {run.name: run for run in canvas.study.trained if run.probe}
     metrics = {name: read_metrics(RunDirectory(canvas.directory / name).metrics) for name in probes}
-    pairs, linears = dict[Any, None](), dict[str, None]()
+    pairs, linears = dict[tuple[str, str], None](), dict[str, None]()
     for run in probes.values():
         assert run.probe
         pairs |= dict.fromkeys(run.probe.specs(bits) for bits in run.probe.bits)
@@ -37,12 +37,8 @@ def probe(canvas: Canvas) -> Drawn | None:
 
     rows_of = _Rows(canvas, metrics)
     columns = columns_of(max(len(pairs), 2))
-    panels = [_losses(rows_of, rtn.name, columns) for rtn, _ in pairs]
-    panels += [
-        _outputs(rows_of, linear, [spec.name for spec in pair], columns)
-        for linear in linears
-        for pair in pairs
-    ]
+    panels = [_losses(rows_of, rtn, columns) for rtn, _ in pairs]
+    panels += [_outputs(rows_of, linear, pair, columns) for linear in linears for pair in pairs]
     return drawn([(rows, chart) for rows, chart in panels if rows], columns, canvas.rates)
 
 
@@ -68,7 +64,7 @@ class _Rows:
 def _losses(rows_of: _Rows, spec: str, columns: int) -> tuple[Rows, Chart]:
     canvas, title = rows_of.canvas, spec_title(spec)
     during = rows_of(f"{QUANTIZATION}/{spec}/absolute_error", INCREASE, title, "while training")
-    column = f"quant/{spec}/absolute_error"
+    column = LOSS_INCREASE.of(spec)
     saved = Rows()
     if any(column in row for row in canvas.table):
         saved = canvas.along(INCREASE, column, title, has_bars=False, series="checkpoint")
@@ -77,7 +73,9 @@ def _losses(rows_of: _Rows, spec: str, columns: int) -> tuple[Rows, Chart]:
     return [*during, *saved], canvas.panel(layers, title, columns)
 
 
-def _outputs(rows_of: _Rows, linear: str, specs: list[str], columns: int) -> tuple[Rows, Chart]:
+def _outputs(
+    rows_of: _Rows, linear: str, specs: tuple[str, str], columns: int
+) -> tuple[Rows, Chart]:
     canvas, bits = rows_of.canvas, parse_spec(specs[0]).bits
     title = f"{linear}, {bits} bits"
     rows = [
@@ -87,7 +85,7 @@ def _outputs(rows_of: _Rows, linear: str, specs: list[str], columns: int) -> tup
             f"{QUANTIZATION}/{spec}/output_error/{linear}",
             OUTPUT,
             title,
-            parse_spec(spec).row.title,
+            parse_spec(spec).title,
         )
     ]
     return rows, canvas.panel([_lines(canvas, rows, OUTPUT)], title, columns)

@@ -43,7 +43,6 @@ INCREASE = f"loss over that of the last ({NATS})"
 
 @figure(
     "slices",
-    120,
     "The loss on the plane through the last two checkpoints and the quantized last one, over that"
     " of the last checkpoint on the same sequences. All panels have one scale of colours and one of"
     " distances, in lengths of the run's own quantization step: where colours are paler, the same"
@@ -68,7 +67,7 @@ def _in_steps(measured: Slice) -> dict[str, Any]:
     quantized = next(point for point in points if point["name"] == "quantized")
     length = math.hypot(quantized["x"], quantized["y"])
     for axis in "xy":
-        grid[axis] = [place / length for place in grid[axis]]
+        grid[axis] = [at / length for at in grid[axis]]
         for point in points:
             point[axis] /= length
     return {"measured": content}
@@ -118,10 +117,10 @@ def _rows(results: dict[str, dict[str, Any]]) -> Rows:
         grid, head = measured["grid"], {"run": label}
         for y, losses in zip(grid["y"], increase_over(result).tolist(), strict=True):
             for x, loss in zip(grid["x"], losses, strict=True):
-                place = {X: x, Y: y, INCREASE: loss}
-                rows.append(head | {"series": "grid"} | place)
+                point_values = {X: x, Y: y, INCREASE: loss}
+                rows.append(head | {"series": "grid"} | point_values)
         for point in measured["points"]:
-            place = {X: point["x"], Y: point["y"], INCREASE: point["increase"]}
+            point_values = {X: point["x"], Y: point["y"], INCREASE: point["increase"]}
             error = {f"standard error ({NATS})": point["increase_standard_error"]}
-            rows.append(head | {"series": point["name"]} | place | error)
+            rows.append(head | {"series": point["name"]} | point_values | error)
     return rows

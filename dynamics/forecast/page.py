@@ -1,24 +1,39 @@
-"""Forecasts and the back-test, in lines for a terminal and as a table of the report."""
+"""Forecasts and the back-test, in lines for a terminal and as a table of the report.
+
+The error is the KL divergence: positive whatever the noise, so it has a logarithm.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from base.statistics import INTERVAL_LEVEL
-from dynamics.forecast.backtest import Score, back_test, verdict
-from dynamics.forecast.cooldowns import ERROR, Source, all_cooldowns
-from dynamics.forecast.models import LEAST_PAST, LEVEL, MODELS, Cooldown, Forecast
+from dynamics.forecast.models import (
+    LEVEL,
+    MODELS,
+    Cooldown,
+    Forecast,
+    ForecastScore,
+    back_test,
+    verdict,
+)
 from study.axes import AnyRun
+from study.claims.verdict import Evidence
 from study.definition import Study
+from study.measurements.quantization import DIVERGENCE
 from study.measurements.titles import spec_title
+from study.released import stage_before
 from study.report.cells import Cell, Table, number
-from study.results.averages import average_title
-from study.results.table import Row
+from study.results.collect import collect_rows
+from study.results.summary import Rows, at_high_rate, lineage, summarize
+from study.results.table import Row, trained
 from train.run.config import RunConfig
 from train.run.optimization import Lawa
 
+# The unit of the learning rate: where all cooldowns grow the tokens alike, it does not matter.
+UNIT_RATE = 1e-3
 # Tokens of a cooldown over those before it, where no other shows how long they are: with 20% a
 # constant rate reaches the loss of a cosine (arXiv 2405.18392).
 COOLDOWN = 0.2
@@ -29,17 +44,92 @@ NOTE = (
     " runs that are learned from. Models have at most two coefficients."
 )
 NO_FORECAST = (
-    "No forecast by a model: its signal is not measured, the stable phase has fewer than"
-    f" {LEAST_PAST} checkpoints, or there are too few cooldowns of other settings, each with its"
-    " seeds taken as one."
+    "No forecast by a model: the learning rate is not known, or there are too few cooldowns of"
+    " other settings, each with its seeds taken as one."
 )
 
 
-def back_test_tables(directory: Path, study: Study, rows: Sequence[Row]) -> list[Table]:
+@dataclass(frozen=True)
+class MeasuredStudy:
+    """A study with all that is measured of it."""
+
+    study: Study
+    rows: Rows
+    directory: Path
+
+    @classmethod
+    def read(cls, directory: Path, study: Study) -> "MeasuredStudy":
+        """Return a study with all that is measured by now; it may be under way."""
+        return cls(study, collect_rows(directory, study).rows, directory)
+
+    def cooldowns(self, spec: str) -> list[Cooldown]:
+        """Return every cooldown whose start and end are measured with this spec."""
+        cooldowns = []
+        for end in summarize(self.study, self.rows):
+            if end.first is None or end.last is None:
+                continue
+            error = _error(end.last, spec)
+            start = self.at(end.run, end.first, spec)
+            if start and error and end.last["tokens"]:
+                cooldowns.append(replace(start, tokens_end=end.last["tokens"], error_end=error))
+        return cooldowns
+
+    def at(self, run: AnyRun, start: Row, spec: str) -> Cooldown | None:
+        """Return the cooldown of a run that starts at a row.
+
+        Its end is the start, as no row here says where it ends. None where the error there is not
+        measured.
+        """
+        error, rate = _error(start, spec), start.get("peak_lr")
+        if not error or not start["tokens"]:
+            return None
+        return Cooldown(
+            label=self._label(self.study.label_of(run)),
+            group=self._label(self.study.group_of(run).label),
+            stem=self._label(self.study.group_of(self._holder(run)).label),
+            step=start["step"],
+            tokens=start["tokens"],
+            error=error,
+            log_rate=math.log(rate / UNIT_RATE) if rate else None,
+            tokens_end=start["tokens"],
+            error_end=None,
+        )
+
+    def stable(self, run: AnyRun) -> list[Row]:
+        """Return the weights of a run's lineage at its high rate."""
+        rows = list(lineage(self.study, self.rows, run))
+        if isinstance(run, RunConfig):
+            return [row for row in trained(rows) if row["phase"] == "stable"]
+        return list(at_high_rate(rows))
+
+    def _holder(self, run: AnyRun) -> AnyRun:
+        """Return the run that holds the stable phase."""
+        if isinstance(run, RunConfig):
+            return self.study.parent_of(run) if run.branch_from else run
+        before = stage_before(self.study.runs, run)
+        return self._holder(before) if before else run
+
+    def _label(self, label: str) -> str:
+        return f"{self.study.name}: {label}"
+
+
+def _error(row: Row, spec: str) -> float | None:
+    """Return the error of a row; None where it is not measured, or has no logarithm."""
+    error = row.get(DIVERGENCE.of(spec))
+    return error if error and error > 0 else None
+
+
+def all_cooldowns(sources: Sequence[MeasuredStudy], spec: str) -> list[Cooldown]:
+    """Return the cooldowns of all studies."""
+    return [cooldown for source in sources for cooldown in source.cooldowns(spec)]
+
+
+def back_test_tables(evidence: Evidence) -> list[Table]:
     """Return a table of the models' scores; none for a study without measured cooldowns."""
     body, verdicts = [], []
+    study, directory = evidence.study, evidence.paired.directory
     for spec in study.quantization.specs:
-        cooldowns = Source(study, rows, directory).cooldowns(spec)
+        cooldowns = MeasuredStudy(study, evidence.table, directory).cooldowns(spec)
         if len({cooldown.group for cooldown in cooldowns}) < 2:
             continue
         scores = back_test(cooldowns)
@@ -52,7 +142,7 @@ def back_test_tables(directory: Path, study: Study, rows: Sequence[Row]) -> list
     return [Table(title, note, head, body)]
 
 
-def _line(spec: str, score: Score) -> list[Cell]:
+def _line(spec: str, score: ForecastScore) -> list[Cell]:
     inside, intervals = score.covered
     return [
         Cell(spec_title(spec)),
@@ -75,23 +165,25 @@ def _starts_anew(run: AnyRun) -> bool:
     return not (run.parent or run.restarts or run.average_of)
 
 
-def forecast_lines(own: Source, others: Sequence[Source], run: AnyRun) -> Iterator[str]:
+def forecast_lines(
+    source: MeasuredStudy, others: Sequence[MeasuredStudy], run: AnyRun
+) -> Iterator[str]:
     """Yield what the model would lose if annealed from its last stable checkpoint, by spec."""
-    yield f"{own.study.label_of(run)} ({run.name})"
-    for spec in own.study.quantization.specs:
-        column = f"quant/{spec}/{ERROR}"
-        measured = [row for row in own.stable(run) if row.get(column)]
-        start = own.at(run, measured[-1], spec) if measured else None
+    yield f"{source.study.label_of(run)} ({run.name})"
+    for spec in source.study.quantization.specs:
+        column = DIVERGENCE.of(spec)
+        measured = [row for row in source.stable(run) if row.get(column)]
+        start = source.at(run, measured[-1], spec) if measured else None
         if start is None:
             yield f"  {spec_title(spec)}: no checkpoint of the stable phase is measured yet"
             continue
-        learned = _teaching(all_cooldowns([own, *others], spec), start)
+        learned = _teaching(all_cooldowns([source, *others], spec), start)
         growth = (
             median(cooldown.growth for cooldown in learned) if learned else math.log(1 + COOLDOWN)
         )
-        tokens_end = round(start.past[-1][0] * math.exp(growth))
+        tokens_end = round(start.tokens * math.exp(growth))
         yield from _of_spec(spec, replace(start, tokens_end=tokens_end), learned)
-        yield from _averages(own.rows, measured[-1], run, spec)
+        yield from _averages(source.rows, measured[-1], run, spec)
 
 
 def _teaching(cooldowns: Sequence[Cooldown], target: Cooldown) -> list[Cooldown]:
@@ -99,16 +191,15 @@ def _teaching(cooldowns: Sequence[Cooldown], target: Cooldown) -> list[Cooldown]
     return [
         other
         for other in cooldowns
-        if other.stem != target.stem or other.tokens_end <= target.past[-1][0]
+        if other.stem != target.stem or other.tokens_end <= target.tokens
     ]
 
 
 def _of_spec(spec: str, target: Cooldown, learned: Sequence[Cooldown]) -> Iterator[str]:
-    tokens, error = target.past[-1]
     yield (
-        f"  {spec_title(spec)}, KL divergence in nats per token: {error:.3g} at step"
-        f" {target.step} ({tokens:,} tokens); if annealed from there to {target.tokens_end:,}"
-        f" tokens, by {_counted(learned)}"
+        f"  {spec_title(spec)}, KL divergence in nats per token: {target.error:.3g} at step"
+        f" {target.step} ({target.tokens:,} tokens); if annealed from there to"
+        f" {target.tokens_end:,} tokens, by {_counted(learned)}"
     )
     silent = []
     for model in MODELS:
@@ -137,14 +228,14 @@ def _words(forecast: Forecast) -> str:
 
 def _averages(rows: Sequence[Row], start: Row, run: AnyRun, spec: str) -> Iterator[str]:
     """Yield the error of each LAWA window at the start: measured there, so no forecast."""
-    column = f"quant/{spec}/{ERROR}"
+    column = DIVERGENCE.of(spec)
     windows = run.averages if isinstance(run, RunConfig) else ()
     for window in (each for each in windows if isinstance(each, Lawa)):
-        place = (start["run"], start["step"], window.name)
+        wanted = (start["run"], start["step"], window.name)
         for row in rows:
-            if (row["run"], row["step"], row["average"]) == place and row.get(column):
+            if (row["run"], row["step"], row["average"]) == wanted and row.get(column):
                 low, high = row[f"{column}_low"], row[f"{column}_high"]
                 yield (
-                    f"    {average_title(window)}: {row[column]:.3g} {INTERVAL_LEVEL:.0%} interval"
+                    f"    {window.describe()}: {row[column]:.3g} {INTERVAL_LEVEL:.0%} interval"
                     f" [{low:.3g}, {high:.3g}], measured at step {start['step']}, no forecast"
                 )

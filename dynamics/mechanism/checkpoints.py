@@ -1,5 +1,6 @@
-"""The checkpoints that relate error and curvature, with the training each of them is of."""
+"""The checkpoints and averages that relate error and curvature, with the training each is of."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,15 +11,17 @@ from quant_eval.specs import parse_spec
 from study.axes import AnyRun
 from study.definition import Study
 from study.measurements.curvature import RELATIVE, TOP, TRACE
+from study.measurements.quantization import CROSS_ENTROPY, DIVERGENCE
 from study.released import ReleasedRun
-from study.results.averages import lowest_spec
+from study.results.averages import kept_averages, lowest_spec
+from study.results.summary import lineage
 from study.results.table import Row, trained
 
-TITLES = {TRACE: "trace", TOP: "largest eigenvalue", RELATIVE: "relative trace"}
+MEASURES = (TRACE, TOP, RELATIVE)
 Floats = NDArray[np.float64]
 
 
-class Checkpoint(NamedTuple):
+class CheckpointRow(NamedTuple):
     """The weights after an update.
 
     Attributes:
@@ -31,13 +34,13 @@ class Checkpoint(NamedTuple):
     row: Row
 
 
-def checkpoints(study: Study, rows: Sequence[Row], *columns: str) -> list[Checkpoint]:
+def checkpoints(study: Study, rows: Sequence[Row], *columns: str) -> list[CheckpointRow]:
     """Return the weights after the warm-up of which tokens and all these columns are known."""
     runs = {
         run.name: run for run in study.runs if not (isinstance(run, ReleasedRun) and run.average_of)
     }
     return [
-        Checkpoint(training_of(study, runs[row["run"]]), row)
+        CheckpointRow(training_of(study, runs[row["run"]]), row)
         for row in trained(rows)
         if row["run"] in runs
         and row["phase"] != "warmup"
@@ -54,12 +57,12 @@ def training_of(study: Study, run: AnyRun) -> str:
 
 def divergence_of(study: Study) -> str:
     """Return the column of the KL divergence at the fewest bits: its error is the largest."""
-    return f"quant/{lowest_spec(study)}/kl_divergence"
+    return DIVERGENCE.of(lowest_spec(study))
 
 
 def loss_of(study: Study) -> str:
     """Return the column of the loss in full precision, on the same text as the divergence."""
-    return f"quant/{lowest_spec(study)}/cross_entropy"
+    return CROSS_ENTROPY.of(lowest_spec(study))
 
 
 def related_specs(study: Study) -> list[str]:
@@ -69,7 +72,8 @@ def related_specs(study: Study) -> list[str]:
         name: parse_spec(name).model_copy(update={"bits": lowest.bits})
         for name in study.quantization.specs
     }
-    return [name for name, spec in bits_only.items() if spec == lowest and spec.format == "int"]
+    is_integer = lowest.settings()["format"] == "int"
+    return [name for name, spec in bits_only.items() if is_integer and spec == lowest]
 
 
 def logarithms(rows: Sequence[Row], column: str) -> Floats:
@@ -87,3 +91,87 @@ def _is_known(row: Row, column: str) -> bool:
     value: Any = row.get(column)
     # an eigenvalue whose solver did not converge is not measured
     return value is not None and row.get(f"{column}_converged") is not False
+
+
+class Averaged(NamedTuple):
+    """An average of weights.
+
+    Attributes:
+        kind: LAWA, EMA or soup.
+        training: whose it is.
+        row: its own.
+        weights: the row of the weights at its step; None where there is none.
+        path: rows of the weights of the training that it is compared with at equal loss, its anneal
+            among them.
+    """
+
+    kind: str
+    training: str
+    row: Row
+    weights: Row | None
+    path: list[Row]
+
+
+def averaged(study: Study, rows: Sequence[Row]) -> list[Averaged]:
+    """Return the averages before the anneal, in whose place they are made.
+
+    An average of annealed weights lags weights whose learning rate still changes.
+    """
+    kinds = {average.name: average.kind.upper() for average in kept_averages(study)}
+    runs = {run.name: run for run in study.runs}
+    weights = {(row["run"], row["step"]): row for row in trained(rows)}
+    return [
+        Averaged(
+            kinds.get(row["average"], "soup"),
+            training_of(study, runs[row["run"]]),
+            row,
+            weights.get((row["run"], row["step"])),
+            trained(lineage(study, rows, _annealed(study, runs[row["run"]]))),
+        )
+        for row in rows
+        if row["average"] and row["phase"] == "stable"
+    ]
+
+
+def _annealed(study: Study, run: AnyRun) -> AnyRun:
+    """Return the first run of the same training that anneals, or the run itself."""
+    training = training_of(study, run)
+    of_training = (each for each in study.trained if training_of(study, each) == training)
+    return next((each for each in of_training if each.schedule.anneal), run)
+
+
+def at_equal_loss(study: Study, average: Averaged) -> float | None:
+    """Return log(KL of an average / KL of the weights of its training at its loss).
+
+    KL divergence at the fewest bits, in nats per token. Between the two neighbouring checkpoints
+    whose losses are on either side of the average's, log KL is taken as linear in the loss.
+
+    Returns:
+        None where no two checkpoints are, or a divergence is not above 0.
+    """
+    loss, divergence = loss_of(study), divergence_of(study)
+    rows = [row for row in (*average.path, average.row) if (row[divergence] or 0.0) > 0]
+    if average.row not in rows:
+        return None
+    path, at = [row for row in rows if row is not average.row], float(average.row[loss])
+    for before, after in zip(reversed(path[:-1]), reversed(path[1:]), strict=True):
+        losses = before[loss], after[loss]
+        if min(losses) <= at <= max(losses) and losses[0] != losses[1]:
+            share = (at - losses[0]) / (losses[1] - losses[0])
+            ends = math.log(before[divergence]), math.log(after[divergence])
+            expected = ends[0] + share * (ends[1] - ends[0])
+            return math.log(float(average.row[divergence])) - float(expected)
+    return None
+
+
+def log_ratio(row: Row | None, other: Row | None, column: str) -> float | None:
+    """Return log(row / other) of a column; None where one is missing or not above 0.
+
+    Example: half the error.
+        >>> round(log_ratio({"kl": 0.1}, {"kl": 0.2}, "kl"), 4)
+        -0.6931
+    """
+    value, reference = (each.get(column) if each else None for each in (row, other))
+    if value is None or reference is None or min(value, reference) <= 0:
+        return None
+    return math.log(value / reference)

@@ -1,18 +1,19 @@
-"""Partial rank correlation over checkpoints, whose interval is over trainings.
+"""Partial rank correlation over checkpoints, and mean ratios; both with intervals over trainings.
 
 Shapes: N checkpoints, C quantities that are held fixed, U trainings.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
-from scipy.stats import rankdata
 
 from base.statistics import INTERVAL_LEVEL
-from dynamics.mechanism.checkpoints import Floats
+from curvature.trace.estimates import estimate_mean
+from dynamics.mechanism.checkpoints import CheckpointRow, Floats, divergence_of, loss_of
+from study.definition import Study
 
 LEAST_TRAININGS = 3
 MOST = 1 - 1e-9  # of |r|: Fisher's z of 1 is infinite
@@ -64,7 +65,9 @@ def partial_correlation(
     names = np.array(trainings)
     kept = [names != name for name in dict.fromkeys(trainings)]
     whole = _z(first_N, second_N, given_NC)
-    parts_U = np.array([_z(first_N[own], second_N[own], given_NC[own]) for own in kept])
+    parts_U = np.array(
+        [_z(first_N[others_N], second_N[others_N], given_NC[others_N]) for others_N in kept]
+    )
     if len(kept) < LEAST_TRAININGS or not np.isfinite([whole, *parts_U]).all():
         return None
     degrees = len(kept) - 1
@@ -76,12 +79,24 @@ def partial_correlation(
     return Correlation(math.tanh(whole), low, high, p_value, len(names), len(kept))
 
 
+def ranks(values_N: Floats) -> Floats:
+    """Return the ranks from 1 on; equal values share their mean rank, and NaN leaves none.
+
+    >>> ranks(np.array([3.0, 1.0, 3.0])).tolist()
+    [2.5, 1.0, 2.5]
+    """
+    if np.isnan(values_N).any():
+        return np.full(len(values_N), np.nan)
+    _, place_N, counts = np.unique(values_N, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[place_N])
+
+
 def _z(first_N: Floats, second_N: Floats, given_NC: Floats) -> float:
     """Return Fisher's z; NaN where there is no correlation."""
-    ranks_NC = np.column_stack([np.ones(len(first_N)), *map(rankdata, given_NC.T)])
+    ranks_NC = np.column_stack([np.ones(len(first_N)), *map(ranks, given_NC.T)])
     if len(first_N) <= ranks_NC.shape[1] + 1:
         return math.nan
-    left = [_residual(rankdata(values), ranks_NC) for values in (first_N, second_N)]
+    left = [_residual(ranks(values), ranks_NC) for values in (first_N, second_N)]
     lengths = [float(np.linalg.norm(residual)) for residual in left]
     if min(lengths) < 1e-9 * len(first_N):  # rounding: nothing is left
         return math.nan
@@ -91,3 +106,64 @@ def _z(first_N: Floats, second_N: Floats, given_NC: Floats) -> float:
 def _residual(values_N: Floats, terms_NC: Floats) -> Floats:
     coefficients_C = np.linalg.lstsq(terms_NC, values_N, rcond=None)[0]
     return np.asarray(values_N - terms_NC @ coefficients_C)
+
+
+class Ratio(NamedTuple):
+    """A geometric mean of ratios over trainings, its interval, and the two-sided p-value of 1."""
+
+    value: float
+    low: float
+    high: float
+    p_value: float
+    trainings: int
+
+    def __str__(self) -> str:
+        """Return 'x 1.25 [1.1, 1.42]'."""
+        return f"x {self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+def mean_ratio(logarithms: Mapping[str, Sequence[float]]) -> Ratio | None:
+    """Return the mean of some logarithms of ratios by training; None with too few trainings.
+
+    The unit is the training: those of one are averaged first, and Student's interval is over the
+    averages.
+
+    Args:
+        logarithms: natural, by training.
+
+    Example: 2, the geometric mean 4 of 2 and 8, and 8.
+        >>> log = math.log
+        >>> mean = mean_ratio({"a": [log(2)], "b": [log(2), log(8)], "c": [log(8)]})
+        >>> round(mean.value, 4), mean.trainings
+        (4.0, 3)
+    """
+    means = [math.fsum(values) / len(values) for values in logarithms.values() if values]
+    if len(means) < LEAST_TRAININGS:
+        return None
+    estimate = estimate_mean(means, level=INTERVAL_LEVEL)
+    error = estimate.standard_error
+    t = abs(estimate.mean) / error if error > 0 else math.inf
+    low, high = map(math.exp, estimate.interval)
+    p_value = 2 * float(stdtr(len(means) - 1, -t)) if estimate.mean else 1.0
+    return Ratio(math.exp(estimate.mean), low, high, p_value, len(means))
+
+
+def given_loss_and_tokens(
+    study: Study, points: Sequence[CheckpointRow], column: str
+) -> Correlation | None:
+    """Return the partial rank correlation of a measure of curvature and of the KL divergence.
+
+    Both grow as training continues and the loss falls; at equal loss and equal tokens, what is left
+    is what the settings of the trainings and the phase of the schedule make of them. None where it
+    is not known.
+    """
+
+    def values(name: str) -> list[float]:
+        return [float(point.row[name]) for point in points]
+
+    return partial_correlation(
+        np.array(values(column)),
+        np.array(values(divergence_of(study))),
+        np.column_stack([values(loss_of(study)), values("tokens")]),
+        [point.training for point in points],
+    )

@@ -1,14 +1,16 @@
 """The demo: the OLMo2-7B learning-rate ablation in small, on text that every machine has."""
 
-from dynamics.recipes.parts import SMALL_TEXT, data_of, recipe, study, sweep
+from curvature.settings import PlaneSettings, PredictionSettings
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
+from study.recipes.parts import DRAWS, SMALL_TEXT, data_of, recipe, study, sweep
 from study.soups import SoupSettings
-from study.text.kinds import PackageSources
+from study.text_kinds import PackageSources
 from train.model.presets import olmo2
+from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig
-from train.run.optimization import Anneal, CosinePhase, Lawa, OptimizerConfig, ScheduleConfig
+from train.run.optimization import Anneal, CosinePhase, Lawa, ScheduleConfig
 
 # The OLMo2-7B ablation (arXiv 2501.00656, section 4.1): cosine towards 5e12 tokens, left at step
 # 72,000 of 4,194,304 tokens for a linear anneal over a third of the tokens before it. Seen from
@@ -42,7 +44,7 @@ def run(name: str, peak_lr: float, *, saves: tuple[int, ...], smoke: bool) -> Ru
         precision="fp32",
         model=MODEL,
         data=data_of(TEXT, sequence_length=SEQUENCE_LENGTH, held_out_sequences=64),
-        optimizer=OptimizerConfig(peak_lr=peak_lr, weight_decay=WEIGHT_DECAY),
+        optimizer=AdamW(peak_lr=peak_lr, weight_decay=WEIGHT_DECAY),
         schedule=ScheduleConfig(
             warmup_tokens=(8 if smoke else 32) * TOKENS_PER_STEP,
             phase=CosinePhase(
@@ -73,6 +75,7 @@ def tiny(*, smoke: bool = False) -> Study:
         methods=("rtn-b3-g32", "gptqmodel-b3-g32", "awq-b3-g32", "w4a4-g32-quarot", "nvfp4"),
         by_block=("gptq-b3-g32", "gptq-b4-g32"),
         calibration_sequences=64,
+        calibration_seeds=DRAWS,
         eval_tokens=32_768,
         block_tokens=16_384,
     )
@@ -83,7 +86,7 @@ def tiny(*, smoke: bool = False) -> Study:
             along=("w4a4-g32-quarot",),
             by_block=("gptq-b3-g32",),
             calibration_sequences=16,
-            calibration_draws=2,
+            calibration_seeds=2,
             eval_tokens=12_288,  # 22 documents of SMALL_TEXT; 20 give an interval
             block_tokens=12_288,
         )
@@ -109,10 +112,9 @@ def tiny(*, smoke: bool = False) -> Study:
             companion_pairs=pairs // 2,
             microbatch_sequences=2,
             fixed_sequences=2 if smoke else 4,
-            step_microbatches=2 if smoke else 8,
-            slice_grid=5 if smoke else 9,
-            slice_sequences=4 if smoke else 8,
         ),
+        step=PredictionSettings(microbatches=2 if smoke else 8),
+        slice=PlaneSettings(grid=5 if smoke else 9, sequences=4 if smoke else 8),
         averaged_steps=saves[-1:],
         soups=(SoupSettings(name="soup-anneal", steps=saves),) if smoke else (),
     )

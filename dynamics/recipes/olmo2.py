@@ -1,16 +1,28 @@
-"""The learning-rate ablation of OLMo2-7B, and in small; `olmo2_sizes` has the sizes between."""
+"""The learning-rate ablation of OLMo2-7B, at its size and at 1B, 190M and 30M, and in small."""
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from dynamics.recipes.parts import (
+from curvature.settings import PlaneSettings, PredictionSettings
+from dynamics.recipes.web import (
+    WEB_CURVATURE,
+    WEB_QUANTIZATION,
+    WEB_SLICE,
+    WEB_SPECS,
+    WEB_STEP,
+    web_text,
+)
+from study.axes import amount_name
+from study.definition import Study
+from study.design import with_controls
+from study.measurements.quantization import QuantizationSettings
+from study.measurements.tasks import TasksSettings
+from study.recipes.parts import (
+    DRAWS,
     SMALL_CURVATURE,
     SMALL_QUANTIZATION,
     SMALL_TEXT,
-    WEB_CURVATURE,
-    WEB_QUANTIZATION,
-    WEB_SPECS,
     annealed,
     data_of,
     lean,
@@ -18,18 +30,14 @@ from dynamics.recipes.parts import (
     spread,
     study,
     sweep,
-    web_text,
 )
-from study.axes import amount_name
-from study.definition import Study
-from study.design import with_controls
-from study.measurements.tasks import TasksSettings
 from study.soups import SoupSettings
-from study.text.kinds import Text, TokenFile
+from study.text_kinds import Text, TokenFile
 from train.data.config import RepetitionFilter
-from train.model.presets import OLMO2_7B, olmo2
+from train.model.presets import OLMO2_1B, OLMO2_7B, OLMO2_30M, OLMO2_190M, olmo2
+from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig
-from train.run.optimization import CosinePhase, Lawa, OptimizerConfig, ScheduleConfig
+from train.run.optimization import CosinePhase, Lawa, ScheduleConfig
 from train.run.saving import SavingConfig
 
 SOURCES = (
@@ -66,6 +74,7 @@ TEXT = web_text(
     ),
 )
 CURVATURE = WEB_CURVATURE.model_copy(update={"checkpointing": True})
+STEP = WEB_STEP.model_copy(update={"checkpointing": True})
 # Traces alone, which need no vector: by 'python -m curvature hutchinson --dry-run 8xh100' 60.1 GB
 # of one GPU, 33.2 GB of its host, where the weights are while the guard moves them, and 1.6 s a
 # product of 4,096 tokens. The vectors of the largest eigenvalue would take 617 GB.
@@ -113,7 +122,7 @@ def run(
             order="olmo",
             repetition_filter=RepetitionFilter(),
         ),
-        optimizer=OptimizerConfig(peak_lr=peak_lr),
+        optimizer=AdamW(peak_lr=peak_lr),
         schedule=ScheduleConfig(
             warmup_tokens=round(WARMUP_TOKENS / divisor),
             phase=CosinePhase(horizon_tokens=round(horizon / divisor)),
@@ -227,7 +236,11 @@ def olmo2_7b_lr(*, smoke: bool = False) -> Study:
     of its parent, as Ai2's did. Peaks, batch, warm-up, seed, order and filter are Ai2's; where
     checkpoints are is this project's choice. Downstream tasks are those of arXiv 2510.06213.
     """
-    return small() if smoke else _olmo2_7b(HORIZON, tasks=TasksSettings(specs=WEB_SPECS))
+    if smoke:
+        return small()
+    drawn = {"dtype", "calibration_sequences"}
+    tasks = TasksSettings(specs=WEB_SPECS, **WEB_QUANTIZATION.model_dump(include=drawn))
+    return _olmo2_7b(HORIZON, tasks=tasks)
 
 
 @recipe
@@ -238,3 +251,101 @@ def olmo2_7b_lr_cosine300b(*, smoke: bool = False) -> Study:
     not what Ai2 ran.
     """
     return small(horizon=SHORT_HORIZON) if smoke else _olmo2_7b(SHORT_HORIZON)
+
+
+# A file of 10 billion tokens in 14 files: four times what a run of the 30M reads, without OLMo-mix
+# to be indexed.
+TEXT_30M = web_text(
+    "allenai/OLMo-2-1124-7B",
+    TokenFile(
+        name="fineweb-edu-10bt-1",
+        dataset="HuggingFaceFW/fineweb-edu",
+        config="sample-10BT",
+        files="1",
+    ),
+)
+
+
+@recipe
+def olmo2_1b_lr(*, smoke: bool = False) -> Study:
+    """The learning-rate ablation with OLMo2-1B, a fifth of the tokens: 60B, anneals of 10B and 20B.
+
+    That is 41 tokens per parameter, as the 7B's 302e9 are. The batch and the lowest peak are those
+    of the released model (configs/official-0425/OLMo2-1B-stage1.yaml); the others are the multiples
+    of the 7B's ablation.
+    """
+    if smoke:
+        return small()
+    return ablation(
+        (4e-4, 8e-4, 1.2e-3, 1.6e-3),
+        {"batch_size": 512, "model": OLMO2_1B, "micro_batch_size": 4},
+        divisor=5,
+        quantization=WEB_QUANTIZATION.model_copy(update={"by_block": WEB_SPECS}),
+        curvature=CURVATURE.model_copy(update={"dtype": "bf16"}),
+        step=STEP,
+        slice=WEB_SLICE,
+    )
+
+
+@recipe
+def olmo2_190m_lr(*, smoke: bool = False) -> Study:
+    """The learning-rate ablation with OLMo2-190M, a 25th of the tokens: 12B, anneals of 2B and 4B.
+
+    The model is the 190M of OLMo-core's ladder. Its batch of 1,048,576 tokens and its peaks are
+    this project's choice.
+    """
+    if smoke:
+        return small()
+    return ablation(
+        (1e-3, 2e-3, 3e-3, 4e-3),
+        {"batch_size": 256, "model": OLMO2_190M, "micro_batch_size": 16},
+        divisor=25,
+        quantization=WEB_QUANTIZATION.model_copy(update={"by_block": WEB_SPECS, "dtype": "fp32"}),
+        curvature=CURVATURE,
+        step=STEP,
+        slice=WEB_SLICE,
+    )
+
+
+@recipe
+def olmo2_30m_lr(*, smoke: bool = False) -> Study:
+    """The ablation with OLMo2-30M in an hour: 151M tokens, then 25M with an anneal and without.
+
+    The 30M of OLMo-core's ladder and a 2,000th of every number of tokens: an hour of one H100. The
+    30M counts no token embedding: with it there are 55M weights, of which the quantized blocks hold
+    3.4M. Peaks, batch, context, text and what is measured are this project's choice, made for the
+    hour: less text and fewer methods than the larger sizes.
+    """
+    if smoke:
+        return small(anneals=(SHORT_ANNEAL,))
+    of_runs = {
+        "sequence_length": 2048,
+        "held_out_sequences": 64,
+        "batch_size": 64,
+        "saves": 4,
+        "model": OLMO2_30M,
+        "micro_batch_size": 8,
+    }
+    fewer = {"pairs": 32, "norm_pairs": 8, "companion_pairs": 16, "fixed_sequences": 4}
+    return ablation(
+        (1e-3, 2e-3, 4e-3, 8e-3),
+        of_runs,
+        divisor=2_000,
+        anneals=(SHORT_ANNEAL,),
+        saves=2,
+        averaged=1,
+        text=TEXT_30M,
+        ranks=1,
+        quantization=QuantizationSettings(
+            specs=WEB_SPECS,
+            methods=("gptqmodel-b3-g128-paper", "rtn-b3-g128", "awq-b3-g128"),
+            by_block=WEB_SPECS,
+            calibration_sequences=128,
+            calibration_seeds=DRAWS,
+            eval_tokens=131_072,
+            block_tokens=32_768,
+        ),
+        curvature=WEB_CURVATURE.model_copy(update=fewer),
+        step=PredictionSettings(microbatches=16, microbatch_sequences=1),
+        slice=PlaneSettings(grid=11, sequences=8),
+    )

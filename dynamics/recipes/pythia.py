@@ -4,33 +4,39 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
-from dynamics.recipes.parts import (
+from dynamics.recipes.web import (
+    WEB_CURVATURE,
+    WEB_QUANTIZATION,
+    WEB_SLICE,
+    WEB_SPECS,
+    WEB_STEP,
+    web_text,
+)
+from study.axes import amount_name
+from study.definition import Study
+from study.design import with_controls
+from study.recipes.parts import (
     SMALL_CURVATURE,
     SMALL_QUANTIZATION,
     SMALL_TEXT,
-    WEB_CURVATURE,
-    WEB_QUANTIZATION,
-    WEB_SPECS,
+    annealed,
     data_of,
     lean,
     learning_rate_name,
     recipe,
     study,
     sweep,
-    web_text,
 )
-from study.definition import Study
-from study.design import with_controls
-from study.text.kinds import TokenFile
+from study.text_kinds import TokenFile
 from train.model.config import ModelConfig
-from train.model.presets import PYTHIA_160M, pythia
+from train.model.presets import PYTHIA_70M, PYTHIA_160M, pythia
+from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig
 from train.run.optimization import (
     Anneal,
     ConstantPhase,
     CosinePhase,
     Lawa,
-    OptimizerConfig,
     ScheduleConfig,
 )
 from train.run.saving import SavingConfig
@@ -64,8 +70,15 @@ TEXT = web_text(
 QUANTIZATION = WEB_QUANTIZATION.model_copy(update={"by_block": WEB_SPECS, "dtype": "fp32"})
 # The paper has 100 sequences of 2,048 tokens, and a plane of 1,000 points. Its sequences are of
 # FineWeb-Edu; here, as the batch of the eigenvalue, they are of the text that losses are over.
-CURVATURE = WEB_CURVATURE.model_copy(update={"pairs": 100, "fixed_sequences": 32, "slice_grid": 31})
-SMALL_MODEL = pythia(hidden_size=64, layers=2, heads=4).model_copy(
+CURVATURE = WEB_CURVATURE.model_copy(update={"pairs": 100, "fixed_sequences": 32})
+MEASURED: dict[str, Any] = {
+    "quantization": QUANTIZATION,
+    "curvature": CURVATURE,
+    "step": WEB_STEP,
+    "slice": WEB_SLICE.model_copy(update={"grid": 31}),
+}
+SMALL_MEASURED: dict[str, Any] = {"quantization": SMALL_QUANTIZATION, "curvature": SMALL_CURVATURE}
+SMALL_MODEL = pythia(hidden_size=64, layers=2, heads=4, intermediate_size=256).model_copy(
     update={"vocab_size": SMALL_TEXT.vocab_size}
 )
 # plainLM takes its data in order.
@@ -108,7 +121,7 @@ def run(
         seed=100,
         engine="deepspeed",
         model=SMALL_MODEL if smoke else model,
-        optimizer=OptimizerConfig(
+        optimizer=AdamW(
             peak_lr=peak_lr,
             weight_decay=weight_decay,
             decay=decay,
@@ -175,8 +188,7 @@ def measured(runs: Iterable[RunConfig], smoke: bool, **settings: Any) -> Study:
         ranks=2 if smoke else 8,
         sized_for="cpu" if smoke else "cuda",
         text=SMALL_TEXT if smoke else TEXT,
-        quantization=SMALL_QUANTIZATION if smoke else QUANTIZATION,
-        curvature=SMALL_CURVATURE if smoke else CURVATURE,
+        **(SMALL_MEASURED if smoke else MEASURED),
         **settings,
     )
 
@@ -231,3 +243,96 @@ def pythia_160m_decay(*, smoke: bool = False) -> Study:
     sweep.
     """
     return measured(sweep(partial(whole, smoke=smoke), decay=("adamw", "adamc")), smoke)
+
+
+# landscape.py lists checkpoints from 4,000 to 20,000, from 38,000 to 54,000 and so on. The rates in
+# the figure of budgets fall from 1.05, 18.9, 36.7, 54.5, 72.4 and 90.2e9 tokens on: every cooldown
+# takes 18,000 steps.
+BUDGETS, COOLDOWN = (20_000, 54_000, 88_000, 122_000, 156_000, END), 18_000
+DOUBLINGS = (23_750, 47_500, 95_000, END)  # of the budget; the paper's are not published
+# The cooldowns in the figure of LAWA end at 41, 62, 83 and 100e9 tokens. Their first checkpoints
+# are at 22, 43, 64 and 81e9: they take as many steps as those of the learning-rate sweep.
+LAWA_ENDS, LAWA_COOLDOWN = (78_000, 118_000, 158_000, END), END // COOLDOWN_SHARE
+# The curve of averages begins at 8.4e9 tokens and has some thirty points.
+AVERAGED_FROM, AVERAGED_EVERY = 16_000, 8_000
+SMALL_ENDS, SMALL_COOLDOWN = (SMALL_END // 2, SMALL_END), 8
+
+
+def budget_name(schedule: str, end: int, smoke: bool) -> str:
+    """Return the name of a run that ends at a budget: wsd-10.5b."""
+    return f"{schedule}-{amount_name(tokens_of(end, smoke))}"
+
+
+def cooldowns(
+    ends: tuple[int, ...],
+    length: int,
+    *,
+    smoke: bool,
+    every: int = STABLE_EVERY,
+    averages: tuple[Lawa, ...] = (),
+    **settings: Any,
+) -> list[RunConfig]:
+    """Return a run at the peak, and from it a linear cooldown of `length` steps to each of `ends`.
+
+    The run trains on to the last of them and has a checkpoint at every one, the control of the
+    cooldown that ends there. The others are `every` so many steps. It keeps `averages`.
+    """
+    starts = [end - length for end in ends]
+    saves = {*stable_saves(ends[-1], smoke, every), *starts, *ends}
+    stable = run("stable", saves=tuple(sorted(saves)), smoke=smoke, averages=averages, **settings)
+    runs = [stable]
+    for start, end in zip(starts, ends, strict=True):
+        save_steps = cooldown_saves(start, end, smoke)
+        name = budget_name("wsd", end, smoke)
+        cooled = annealed(stable, name, start=start, save_steps=save_steps)
+        runs.append(cooled.model_copy(update={"averages": ()}))
+    return runs
+
+
+@recipe
+def pythia_160m_budgets(*, smoke: bool = False) -> Study:
+    """Pythia-160M: one run at a constant rate, cooldowns at six budgets from 10B to 100B tokens.
+
+    arXiv 2510.06213, section 4.1. Every cooldown takes 18,000 steps, so that budgets alone differ.
+    Ends and starts are those of landscape.py; the talk of the paper names other budgets.
+    """
+    ends, length = (SMALL_ENDS, SMALL_COOLDOWN) if smoke else (BUDGETS, COOLDOWN)
+    return measured(cooldowns(ends, length, smoke=smoke), smoke)
+
+
+@recipe
+def pythia_160m_lawa(*, smoke: bool = False) -> Study:
+    """Pythia-160M: averages of weights along a constant rate, and four cooldowns of 20B tokens.
+
+    arXiv 2510.06213, section 5.2, appendix C: LAWA over five weights, 500 steps apart. Its figure
+    has averages from 8.4e9 tokens on, and cooldowns to 41, 62, 83 and 100e9 tokens, which are not
+    those of the budgets. Checkpoints 8,000 steps apart are this project's choice.
+    """
+    ends, length = (SMALL_ENDS, SMALL_COOLDOWN) if smoke else (LAWA_ENDS, LAWA_COOLDOWN)
+    averages = (Lawa(interval_steps=4 if smoke else 500, window=5),)
+    runs = cooldowns(ends, length, smoke=smoke, every=AVERAGED_EVERY, averages=averages)
+
+    first = SMALL_EVERY if smoke else AVERAGED_FROM
+    averaged = tuple(step for step in runs[0].save_steps if step >= first)
+    return measured(runs, smoke, averaged_steps=averaged)
+
+
+@recipe
+def pythia_70m_kumar(*, smoke: bool = False) -> Study:
+    """Pythia-70M at four budgets, each by a cosine of its own and by a cooldown of one run.
+
+    The effect of data volume on quantization (arXiv 2411.04330) under both, as in figure 5 of
+    arXiv 2510.06213. A cosine knows its end and takes a run of its own per budget; WSD takes one
+    run and a cooldown per budget. Budgets that double from 12.5e9 to 99.6e9 tokens and the peak of
+    3e-3 are this project's choice. So are the cooldowns, of 18,000 steps each as in
+    `pythia_160m_budgets`: a share of the budget would vary the length of the anneal with it.
+    """
+    ends, length = (SMALL_ENDS, SMALL_COOLDOWN) if smoke else (DOUBLINGS, COOLDOWN)
+    sizes: dict[str, Any] = {"smoke": smoke, "model": PYTHIA_70M}
+    cosines = [
+        whole(
+            budget_name("cosine", end, smoke), schedule="cosine", end=end, cooldown=length, **sizes
+        )
+        for end in ends
+    ]
+    return measured([*cosines, *cooldowns(ends, length, **sizes)], smoke)

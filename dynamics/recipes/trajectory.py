@@ -3,6 +3,8 @@
 Which revisions there are is listed when the study is made; study.json holds them from then on.
 """
 
+import csv
+import math
 import re
 import sys
 from collections import Counter
@@ -14,11 +16,13 @@ from pydantic import Field, ValidationError
 
 from base.errors import UserError, explain_validation
 from base.frozen import Frozen
+from base.settings import check_path, path_of
 from ckpt_tools.hf.model import read_hf_config
 from ckpt_tools.released.before import check_ends
-from ckpt_tools.released.revisions import MAIN, Family, Revision
+from ckpt_tools.released.revisions import PLACE, Revision
 from ckpt_tools.released.trajectory import (
     MOST_NAMED,
+    TRAINING,
     choose,
     is_local,
     revisions_of,
@@ -26,16 +30,13 @@ from ckpt_tools.released.trajectory import (
     sources_of,
 )
 from dynamics.recipes.olmo2 import TRACES
-from dynamics.recipes.own_revisions import own_naming, with_table
-from dynamics.recipes.parts import (
-    SMALL_CURVATURE,
-    SMALL_QUANTIZATION,
-    WEB_QUANTIZATION,
-    web_text,
-)
+from dynamics.recipes.web import WEB_QUANTIZATION, web_text
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
+from study.recipes.changed import OF_RECIPE, with_study_settings
+from study.recipes.parts import SMALL_CURVATURE, SMALL_QUANTIZATION, recipe_of_settings
 from study.released import ReleasedRevision, ReleasedRun
+from train.model.families.released import MAIN, Stage, Trajectory
 
 TRAJECTORY = "trajectory"
 # Of a repository without a main.
@@ -71,8 +72,19 @@ class Released(Frozen):
 
 
 def released_of(settings: Sequence[str]) -> Released:
-    """Return the released model that KEY=VALUE settings name; UserError where they do not fit."""
-    values = dict(setting.partition("=")[::2] for setting in settings)
+    """Return the released model that PATH=VALUE settings name; UserError where they do not fit.
+
+    Others are of the study.
+    """
+    fields = (*Released.model_fields, *(key for key in Study.model_fields if key not in OF_RECIPE))
+    for setting in settings:
+        if path_of(setting).partition(".")[0] not in fields:
+            check_path(setting, fields)
+    values = {
+        key: value
+        for key, _, value in (setting.partition("=") for setting in settings)
+        if key in Released.model_fields
+    }
     if "source" not in values:
         raise UserError(
             f"{TRAJECTORY} needs a released model; give --set source=OWNER/NAME, such as"
@@ -84,17 +96,25 @@ def released_of(settings: Sequence[str]) -> Released:
         raise explain_validation("--set", error, Released) from None
 
 
-def trajectory(released: Released, profile: str, measured_on: bool = False) -> Study:
+@recipe_of_settings
+def trajectory(*, smoke: bool, settings: Sequence[str], on_text: bool) -> Study:
+    """A released model at its revisions, with --set source=OWNER/NAME or a directory."""
+    study = trajectory_of(released_of(settings), smoke=smoke, on_text=on_text)
+    of_study = tuple(each for each in settings if path_of(each) not in Released.model_fields)
+    return with_study_settings(study, of_study) if of_study else study
+
+
+def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
     """Return a study with a line per stage of the model, and per run that was averaged into it.
 
     A stage names the one whose last weights it starts from. Averages are lines of their own, at the
     tokens of their last ingredient. The learning rates are those of the published recipes
     (ckpt_tools.released). Curvature is traces alone: vectors over billions of parameters fill a
     machine. Measured on are C4 and RefinedWeb, with the model's own tokenizer, unless another text
-    takes their place afterwards (`measured_on`), which a local source needs.
+    takes their place afterwards (`on_text`), which a local source needs.
     """
     local = is_local(released.source)
-    if local and not measured_on:
+    if local and not on_text:
         raise UserError(
             f"{released.source} is a directory; name with --text what is measured on, such as the"
             " study runs/tiny"
@@ -112,31 +132,31 @@ def trajectory(released: Released, profile: str, measured_on: bool = False) -> S
         name = repos.pop() if len(repos) == 1 and name == "hf" else name
         name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", name)
     return Study(
-        name=f"{TRAJECTORY}-{name}{'-smoke' if profile == 'smoke' else ''}",
+        name=f"{TRAJECTORY}-{name}{'-smoke' if smoke else ''}",
         description=f"The released trajectory of {released.source}",
         sources=("arXiv 2510.06213, section 3, appendices A and D", *sources_of(revisions)),
         ranks=1,
         sized_for="any",
         text=web_text(TOKENIZERS.get(released.source, released.source)),
         runs=_runs(source, released, revisions),
-        quantization=SMALL_QUANTIZATION if profile == "smoke" else QUANTIZATION,
-        curvature=_curvature(Path(source) if local else None, revisions, profile),
+        quantization=SMALL_QUANTIZATION if smoke else QUANTIZATION,
+        curvature=_curvature(Path(source) if local else None, revisions, smoke=smoke),
     )
 
 
 def _curvature(
-    directory: Path | None, revisions: list[Revision], profile: str
+    directory: Path | None, revisions: list[Revision], *, smoke: bool
 ) -> CurvatureSettings:
     """Return settings for traces, on sequences within the context of a model that is here."""
     length = SEQUENCE_LENGTH
     if directory and (directory / revisions[0].revision / "config.json").exists():
         config = read_hf_config(directory / revisions[0].revision)
         length = min(length, config.get("max_position_embeddings", length))
-    settings = SMALL_CURVATURE if profile == "smoke" else TRACES
+    settings = SMALL_CURVATURE if smoke else TRACES
     return settings.model_copy(update={"sequence_length": length, "lambda_max": False})
 
 
-def _naming(released: Released) -> Family | None:
+def _naming(released: Released) -> Trajectory | None:
     """Return how revisions of no known family are named; None where a family says it."""
     if released.pattern is None:
         if released.table:
@@ -214,3 +234,99 @@ def _runs(source: str, released: Released, revisions: list[Revision]) -> tuple[R
             ),
         )
     return tuple(runs.values())
+
+
+COLUMNS = ("step", "tokens", "learning_rate")
+Known = dict[int, dict[str, float | None]]  # by step
+
+
+def own_naming(source: str, pattern: str) -> Trajectory:
+    """Return a trajectory of one stage whose revisions are named by a pattern.
+
+    Raises:
+        UserError: the pattern has not one place for the step, or a place that is not known.
+    """
+    places = re.findall(r"\{.*?\}", pattern)
+    is_known = all(PLACE.fullmatch(part) and "K" not in part for part in places)
+    if not is_known or [part[1] for part in places] not in (["S"], ["S", "T"], ["T", "S"]):
+        raise UserError(
+            f"--set pattern={pattern} does not say where the step is; give one such as step{{S}},"
+            " with {S:08} for eight digits and {T} for tokens such as 20B"
+        )
+    stage = Stage(name=TRAINING, template=pattern)
+    return Trajectory(repo=source, stages=(stage,))
+
+
+def with_table(revisions: Sequence[Revision], path: Path) -> list[Revision]:
+    """Return revisions with the tokens and learning rates that a table has for their steps.
+
+    Raises:
+        UserError: the table is no CSV with these columns, a value is no number of its kind, or it
+            has none of the steps.
+    """
+    known = _read(path)
+    if not any(revision.step in known for revision in revisions):
+        raise UserError(f"{path} has none of the steps of the revisions; correct its column step")
+    source = f"schedule of {path.name}"
+    return [
+        revision.model_copy(update=known[revision.step] | {"schedule": source})
+        if revision.step in known
+        else revision
+        for revision in revisions
+    ]
+
+
+def _read(path: Path) -> Known:
+    """Return tokens and learning rate by step; None where a cell is empty."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # a byte-order mark is read over
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; correct --set table") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8; save it as CSV in UTF-8") from None
+    rows = csv.DictReader(text.splitlines(), skipinitialspace=True)
+    columns = rows.fieldnames or []
+    if "step" not in columns or set(columns) - set(COLUMNS):
+        raise UserError(
+            f"{path} has the columns {', '.join(map(str, columns)) or 'none'}; give step, and"
+            " tokens, learning_rate or both"
+        )
+    known: Known = {}
+    for row in _rows(rows, path):
+        line = f"line {rows.line_num} of {path}"
+        step = _number(line, "step", row["step"])
+        if step is None or None in row or step in known:
+            raise UserError(f"{line} has no step of its own, or too many values; correct it")
+        known[int(step)] = {
+            column: _number(line, column, row[column]) for column in columns if column != "step"
+        }
+    return known
+
+
+def _rows(rows: "csv.DictReader[str]", path: Path) -> Iterator[dict[str, str]]:
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise UserError(f"line {rows.line_num} of {path} is no CSV ({error}); correct it") from None
+
+
+def _number(line: str, column: str, text: str | None) -> float | None:
+    """Return a number, an integer but for learning rates; None for an empty cell."""
+    text = (text or "").strip()
+    if not text:
+        return None
+    if column == "learning_rate":
+        value = _float(text)
+        if value is not None and math.isfinite(value) and value >= 0:
+            return value
+        raise UserError(f"{line}: {column} is {text[:40]!r}; give a number of at least 0")
+    if re.fullmatch(r"[0-9]{1,18}", text, re.ASCII):
+        return int(text)
+    raise UserError(f"{line}: {column} is {text[:40]!r}; give a whole number, digits alone")
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

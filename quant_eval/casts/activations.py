@@ -2,7 +2,7 @@
 
 `linear` applies it.
 
-Shapes: N tokens, I input features.
+Shapes: N tokens, I input features, K of them kept in more bits, R the rest.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from base.errors import UserError
-from base.rounding.levels import E2M1, E5M2
+from quant_eval.numbers import E2M1, E5M2
+from quant_eval.quantizer import QuantSpec
 from quant_eval.sizes import check_cast
-from quant_eval.specs import QuantSpec
 
 if TYPE_CHECKING:  # it takes seconds to import
     from compressed_tensors.quantization import QuantizationArgs
@@ -136,6 +136,70 @@ class ActivationCast(nn.Module):
             scale = _e5m2_scale(tokens_NI.abs().amax(1, keepdim=True))
         limited_NI = (tokens_NI / scale).clamp(-E5M2.largest, E5M2.largest)
         return limited_NI.to(E5M2.dtype).to(tokens_NI.dtype) * scale
+
+
+class MixedCast(nn.Module):
+    """Two casts of a linear's inputs, of those that are kept in more bits and of the rest.
+
+    `quantizers.mixed` makes it, in place of an `ActivationCast`.
+
+    Args of the constructor:
+        kept_I: int64, the input features that are kept.
+        width: of all input features.
+        cast_rest, cast_kept: of their inputs in natural order; None casts nothing. The width of
+            one is that of all its inputs, or of a group of them that has scales of its own.
+
+    Attributes:
+        needs_range: as those of `ActivationCast`, and so are the methods.
+    """
+
+    order_I: Tensor
+    back_I: Tensor
+
+    def __init__(
+        self,
+        kept_I: Tensor,
+        width: int,
+        cast_rest: ActivationCast | None,
+        cast_kept: ActivationCast | None,
+    ) -> None:
+        super().__init__()
+        is_kept_I = torch.zeros(width, dtype=torch.int32, device=kept_I.device)
+        is_kept_I[kept_I] = 1
+        order_I = is_kept_I.argsort(stable=True)
+        self.register_buffer("order_I", order_I)
+        self.register_buffer("back_I", order_I.argsort())
+        self._sizes = [width - len(kept_I), len(kept_I)]
+        self._casts = nn.ModuleList(cast or nn.Identity() for cast in (cast_rest, cast_kept))
+        self.needs_range = any(cast.needs_range for cast in self._activation_casts())
+
+    def observe(self, x: Tensor) -> None:
+        """Take calibration inputs [..., I] of this rank into account."""
+        for cast, part in zip(self._casts, self._parts(x), strict=True):
+            if isinstance(cast, ActivationCast) and cast.needs_range:
+                cast.observe(part)
+
+    def ranges(self) -> list[Tensor]:
+        """Return what is to be reduced by max over the ranks, in place."""
+        return [largest for cast in self._activation_casts() for largest in cast.ranges()]
+
+    def fix(self) -> None:
+        """End the observation. UserError if it was not finite."""
+        for cast in self._activation_casts():
+            cast.fix()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return inputs [..., I] cast and back, in their dtype and order."""
+        pairs = zip(self._casts, self._parts(x), strict=True)
+        return torch.cat([cast(part) for cast, part in pairs], dim=-1).index_select(-1, self.back_I)
+
+    def _activation_casts(self) -> list[ActivationCast]:
+        return [cast for cast in self._casts if isinstance(cast, ActivationCast)]
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rest [..., R] and what is kept [..., K]."""
+        rest_R, kept_K = x.index_select(-1, self.order_I).split(self._sizes, dim=-1)
+        return rest_R, kept_K
 
 
 def _e2m1(tokens_NI: Tensor, scale_NG: Tensor, global_scale: Tensor | None) -> Tensor:

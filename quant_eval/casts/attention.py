@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from base.errors import UserError
 from quant_eval.model.streamed import Block
-from quant_eval.specs import QuantSpec
+from quant_eval.quantizer import QuantSpec
 from quant_eval.transforms.placement import Places
 
 FUNCTION = "quantdyn-kv"  # as transformers knows it

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from base.errors import UserError
-from quant_eval.model.families import LAYERS, family_of
+from train.model.families import LAYERS, family_of
 
 # Of the largest logit. Two blocks in float64 with RMSNorm and softmax in fp32 stay below 1e-6.
 TOLERANCE = 1e-5
@@ -100,16 +100,6 @@ def _ungated(config: Any) -> str | None:
     if reading == ("gate_proj", "up_proj"):
         return None
     return f"it reads {config.hidden_act}({reading[0]}), which does not scale"
-
-
-def mapped_linears(model: PreTrainedModel, mappings: Mappings) -> list[str]:
-    """Names of all linears of the decoder blocks, in order."""
-    return [
-        f"{mappings.blocks}.{index}.{name}"
-        for index, block in enumerate(_blocks(model, mappings))
-        for name, part in block.named_modules()
-        if isinstance(part, nn.Linear)
-    ]
 
 
 def _blocks(model: PreTrainedModel, mappings: Mappings) -> list[nn.Module]:

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PlainSerializer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,24 +34,23 @@ from base.reading import read_model
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
 from ckpt_tools.formats.weights import DTYPES
 from quant_eval.model.streamed import StreamedModel
+from quant_eval.quantizer import QuantSpec
 from quant_eval.settings import ComputeSettings
-from quant_eval.specs import QuantSpec
+from quant_eval.specs import parse_spec
 
 WEIGHTS = "weights.safetensors"
 REPORT = "report.json"
-MODULES = {
-    "gptqmodel": "run_gptqmodel",
-    "gptaq": "run_gptqmodel",
-    "awq": "run_llmcompressor",
-    "autoround": "run_autoround",
-}  # by method
 
 
 class Job(Frozen):
     """The task of one process of a library."""
 
     hf_dir: Path
-    spec: QuantSpec
+    spec: Annotated[
+        QuantSpec,
+        BeforeValidator(lambda spec: parse_spec(spec) if isinstance(spec, str) else spec),
+        PlainSerializer(lambda spec: spec.name, return_type=str),
+    ]
     calibration: Path = Field(description="safetensors file; 'input_ids' int64 [N, L], unpadded")
     dtype: Literal["fp32", "bf16"] = Field(
         description="the model's while it is quantized, and that of the weights"
@@ -86,7 +85,7 @@ def library_model(
     The library runs on rank 0 when it is opened. Its weights are in `work`, a directory that all
     ranks see, until it is closed.
     """
-    if spec.method not in MODULES:
+    if spec.module is None:
         return None
     assert draw_NL is not None  # all of these methods are calibrated
     job = Job(
@@ -156,10 +155,10 @@ def run_job(job: Job) -> Report:
         (job.out / name).unlink(missing_ok=True)
     path = job.out / "job.json"
     write_json(path, job.model_dump(mode="json"))
-    module = f"quant_eval.libraries.{MODULES[job.spec.method]}"
-    with tempfile.TemporaryDirectory() as place:
+    module = f"quant_eval.libraries.{job.spec.module}"
+    with tempfile.TemporaryDirectory() as directory:
         if _may_fork(job):
-            process = _fork(module, path, place)
+            process = _fork(module, path, directory)
         else:
             process = subprocess.run(
                 [sys.executable, "-m", module, str(path)],
@@ -168,7 +167,7 @@ def run_job(job: Job) -> Report:
                 errors="replace",
                 check=False,
                 env=process_environment(job.threads, job.device),
-                cwd=place,  # where a library leaves its logs
+                cwd=directory,  # where a library leaves its logs
             )
     if process.returncode:
         raise UserError(f"spec {job.spec.name}: {_reason(module, process)}")
@@ -186,10 +185,10 @@ def _may_fork(job: Job) -> bool:
     return job.device == "cpu" and has_environment and threads == 1
 
 
-def _fork(module: str, path: Path, place: str) -> "subprocess.CompletedProcess[str]":
+def _fork(module: str, path: Path, directory: str) -> "subprocess.CompletedProcess[str]":
     with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         process = multiprocessing.get_context("fork").Process(
-            target=_become, args=(module, path, place, stderr.fileno())
+            target=_become, args=(module, path, directory, stderr.fileno())
         )
         process.start()
         try:
@@ -202,10 +201,10 @@ def _fork(module: str, path: Path, place: str) -> "subprocess.CompletedProcess[s
         return subprocess.CompletedProcess([module], process.exitcode, stderr=stderr.read())
 
 
-def _become(module: str, path: Path, place: str, stderr: int) -> None:
+def _become(module: str, path: Path, directory: str, stderr: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(stderr, 2)
-    os.chdir(place)
+    os.chdir(directory)
     sys.argv[1:] = [str(path)]
     with torch.enable_grad():  # as in a new interpreter; the walk is without
         runpy.run_module(module, run_name="__main__")
@@ -243,9 +242,9 @@ def _reason(module: str, process: subprocess.CompletedProcess[str]) -> str:
     It need not be the last: a library's own processes may warn when they end.
     """
     lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
-    own = [line for line in lines if line.startswith("error: ")]
-    if own:
-        return own[-1].removeprefix("error: ")
+    errors = [line for line in lines if line.startswith("error: ")]
+    if errors:
+        return errors[-1].removeprefix("error: ")
     if process.returncode == -signal.SIGKILL:
         return (
             f"{module} was killed, most likely for memory; give it more, or lower"

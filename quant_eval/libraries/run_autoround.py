@@ -5,15 +5,14 @@ is rounded, and shrink the ranges of the grids, to lower the squared error of th
 Inputs are those after the rounded blocks before it. The best iteration is kept, judged by the loss
 of its own batch; the first is plain rounding.
 
-auto-round leaves out a linear it cannot pack, trains in another dtype, shortens sequences and goes
-back to plain rounding without an error. So what it warns of is an error, its log has to name every
-block with a finite loss, and every weight has to be on the grid that the linear reports.
+auto-round trains in another dtype, shortens sequences and goes back to plain rounding without an
+error, and the weights do not show it. So what it warns of is an error, and its log has to name
+every block with a finite loss. What the weights show, `outcome` checks.
 
 Its own conventions, kept: a symmetric grid has a point at the weight of largest size, and none at
 its opposite; the last token of every sequence has no part in the loss.
 
-Shapes: O output features, I input features, G groups of a row, N calibration sequences, L tokens of
-a sequence.
+Shapes: O output features, N calibration sequences, L tokens of a sequence.
 """
 
 import gc
@@ -21,25 +20,31 @@ import logging
 import math
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedModel
 
 from base.errors import UserError
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import load_hf_model
 from quant_eval.libraries.job import Job, run_process, write_report
-from quant_eval.model.families import ARCHITECTURES
-from quant_eval.specs import QuantSpec
+from quant_eval.libraries.outcome import (
+    Grids,
+    ReportedGrid,
+    block_linears,
+    check_outcome,
+    original_weights,
+)
+from quant_eval.quantizers.libraries import AutoRound
+from train.model.families import ARCHITECTURES
 
 SEED = 0
 BATCH = 8  # sequences of an iteration, as in the paper
-REACH = 2  # steps a weight may move: half by rounding, up to one by what is learned
-BLOCK_DONE = re.compile(r"quantized (\d+)/(\d+) layers in the block, loss .*: (\S+)")
+BLOCK_DONE = re.compile(r"quantized .* layers in the block, loss .*: (\S+)")
 # Starts of warnings that change nothing: transformers', on a loss that is not computed here.
 HARMLESS = ("`loss_type=None` was set in the config",)
 ENVIRONMENT_PREFIX = "AR_"  # of variables that change what auto-round does
@@ -51,39 +56,40 @@ class Tokenizer:
     pad_token_id = -1  # no token is
 
 
-class Watch(logging.Handler):
-    """Keeps what auto-round logs of blocks, and its warnings."""
+class TuningLog(logging.Handler):
+    """The loss of each block that auto-round tuned, and its warnings."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks: list[tuple[int, int, float]] = []
+        self.losses: list[float] = []
         self.warnings: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take one record: rounded linears, all linears and loss of a block, or a warning."""
+        """Take one record: the loss of a block, or a warning."""
         if match := BLOCK_DONE.match(record.getMessage()):
-            self.blocks.append((int(match[1]), int(match[2]), float(match[3])))
+            self.losses.append(float(match[1]))
         elif record.levelno >= logging.WARNING and not record.getMessage().startswith(HARMLESS):
             self.warnings.append(record.getMessage())
 
-    def check(self, num_blocks: int, num_linears: int) -> None:
-        """Refuse anything but that many blocks with all their linears, tuned to a finite loss."""
+    def check(self, num_blocks: int) -> None:
+        """Refuse warnings, and anything but that many blocks tuned to a finite loss.
+
+        A block that was not tuned, or whose loss is NaN, is left plainly rounded: on its grid.
+        """
         if self.warnings:
             raise UserError(f"auto-round warned: {self.warnings[0]}; choose another method")
-        counts = [rounded for rounded, _, _ in self.blocks]
-        if len(counts) != num_blocks or sum(counts) != num_linears:
+        if len(self.losses) != num_blocks:
             raise UserError(
-                f"auto-round tuned {sum(counts)} of {num_linears} linears in {len(counts)} of"
-                f" {num_blocks} blocks; choose another method"
+                f"auto-round tuned {len(self.losses)} of {num_blocks} blocks; choose another method"
             )
-        for index, (_, _, loss) in enumerate(self.blocks):
+        for index, loss in enumerate(self.losses):
             if not math.isfinite(loss):
                 raise UserError(
                     f"the loss of block {index} is {loss}; check the checkpoint's weights"
                 )
 
 
-def tuning(spec: QuantSpec, batch_size: int) -> dict[str, Any]:
+def tuning(spec: AutoRound, batch_size: int) -> dict[str, Any]:
     """Return every argument of auto-round's algorithm.
 
     None is for a default of auto-round, which the report states. A batch that does not fit at once
@@ -109,7 +115,7 @@ def tuning(spec: QuantSpec, batch_size: int) -> dict[str, Any]:
     }
 
 
-def scheme(spec: QuantSpec) -> dict[str, Any]:
+def scheme(spec: AutoRound) -> dict[str, Any]:
     """Return the grids in auto-round's words."""
     return {
         "bits": spec.bits,
@@ -136,74 +142,25 @@ def pipeline(job: Job, batch_size: int) -> dict[str, Any]:
     }
 
 
-def check_batch(ids_NL: Tensor) -> None:
-    """Refuse sequences that auto-round would leave out."""
-    if len(ids_NL) < BATCH:
-        raise UserError(
-            f"auto-round takes batches of {BATCH} sequences, and there are {len(ids_NL)}; give"
-            " more --calibration-sequences"
-        )
+def reported_grids(linears: Iterable[str], model: nn.Module, spec: AutoRound) -> Grids:
+    """Return the grids that the linears of a model report, those left out aside.
 
-
-def check_rounded(name: str, linear: nn.Module, original_OI: Tensor, spec: QuantSpec) -> None:
-    """Refuse a weight that is not on the spec's grid, as the linear reports scales and zeros."""
-    expected = scheme(spec) | {"scale_dtype": torch.float32}
-    for key, value in expected.items():
-        if getattr(linear, key, None) != value:
-            raise UserError(
-                f"auto-round took {key} {getattr(linear, key, None)} instead of {value} for {name}"
-            )
-    weight_OI = linear.get_parameter("weight").detach().cpu()
-    if not bool(weight_OI.isfinite().all()):
-        raise UserError(f"auto-round made {name} not finite; check the checkpoint's weights")
-    size = spec.group_size or weight_OI.shape[1]
-    scale_OG1 = torch.as_tensor(linear.scale).reshape(len(weight_OI), -1, 1)
-    zero: Any = torch.as_tensor(linear.zp)
-    zero_OG1 = zero.float().reshape(scale_OG1.shape) if zero.numel() > 1 else zero.float()
-
-    weight_OGK = weight_OI.reshape(len(weight_OI), -1, size)
-    lowest, highest = -zero_OG1, 2**spec.bits - 1 - zero_OG1
-    steps_OGK = (weight_OGK.float() / scale_OG1).round()
-    exact_OGK = original_OI.float().reshape(weight_OGK.shape) / scale_OG1
-    right_OGK = (steps_OGK * scale_OG1).to(weight_OI.dtype) == weight_OGK
-    right_OGK &= (steps_OGK >= lowest) & (steps_OGK <= highest)
-    right_OGK &= (steps_OGK - exact_OGK.clamp(lowest, highest)).abs() <= REACH
-    if not bool(right_OGK.all()):
-        raise UserError(f"auto-round left {name} off its grid; use our own gptq")
-
-
-def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linears of the decoder blocks by name."""
-    output = model.get_output_embeddings()
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not output
-    }
-
-
-def changed_weights(
-    model: PreTrainedModel, original: PreTrainedModel, linears: dict[str, nn.Linear], job: Job
-) -> dict[str, Tensor]:
-    """Return the linears' weights, all on their grids.
-
-    UserError if one is not, or anything else differs from the original.
+    UserError for a setting that is not the spec's: auto-round falls back to its defaults.
     """
-    weights, parameters = {}, dict(model.named_parameters())
-    for key, before in original.named_parameters():
-        after, name = parameters.pop(key, None), key.removesuffix(".weight")
-        if after is None or after.dtype != before.dtype or after.shape != before.shape:
-            raise UserError(f"auto-round changed the dtype or shape of {key}; use our own gptq")
-        if key == f"{name}.weight" and name in linears:
-            check_rounded(name, model.get_submodule(name), before.detach(), job.spec)
-            weights[key] = after.detach().cpu().contiguous()
-        elif not torch.equal(after.detach().cpu(), before):
-            raise UserError(
-                f"auto-round changed {key}, which is not a linear of a block; report it"
-            )
-    if parameters:
-        raise UserError(f"auto-round added {min(parameters)}; report it")
-    return weights
+    expected, grids = scheme(spec) | {"scale_dtype": torch.float32}, Grids()
+    for name in linears:
+        linear: Any = model.get_submodule(name)
+        if not hasattr(linear, "scale"):
+            continue
+        for key, value in expected.items():
+            taken = getattr(linear, key, None)
+            if taken != value:
+                raise UserError(f"auto-round took {key} {taken} instead of {value} for {name}")
+        scales_OG = torch.as_tensor(linear.scale).reshape(linear.out_features, -1)
+        zeros = torch.as_tensor(linear.zp)  # one for all where the grid is symmetric
+        zeros = zeros.reshape(scales_OG.shape) if zeros.numel() > 1 else zeros.expand_as(scales_OG)
+        grids[name] = ReportedGrid(scales_OG, zeros)
+    return grids
 
 
 def quantize(job: Job) -> None:
@@ -211,30 +168,32 @@ def quantize(job: Job) -> None:
 
     UserError if the job does not fit the model, or the library did anything else than asked.
     """
+    spec = job.spec
+    assert isinstance(spec, AutoRound)
     torch.set_num_threads(job.threads)
     ids_NL = load_file(job.calibration)["input_ids"]
 
-    def load() -> PreTrainedModel:
-        return load_hf_model(
-            job.hf_dir, DTYPES[job.dtype], attention="sdpa", architectures=ARCHITECTURES
+    dtype = DTYPES[job.dtype]
+    model = load_hf_model(job.hf_dir, dtype, attention="sdpa", architectures=ARCHITECTURES)
+    linears, original = block_linears(model), original_weights(job.hf_dir, model, dtype)
+    if len(ids_NL) < BATCH:  # it would leave them out
+        raise UserError(
+            f"auto-round takes batches of {BATCH} sequences, and there are {len(ids_NL)}; give"
+            " more --calibration-sequences"
         )
-
-    model = load()
-    linears = linears_of(model)
-    check_batch(ids_NL)
 
     # before the import, which reads them
     for variable in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
         del os.environ[variable]
 
-    from auto_round import AutoRound, __version__
+    import auto_round
     from auto_round.algorithms.quantization.sign_round.config import SignRoundConfig
     from auto_round.schemes import QuantizationScheme
     from auto_round.utils.device_manager import get_ar_device
 
     # warnings and losses are in its log alone
-    watch = Watch()
-    logging.getLogger("autoround").addHandler(watch)
+    log = TuningLog()
+    logging.getLogger("autoround").addHandler(log)
     gc.freeze()  # it collects after every step of its own, over all that the imports left
 
     # every argument is stated, so that the report has all of them
@@ -244,16 +203,16 @@ def quantize(job: Job) -> None:
             "auto-round tunes in bf16 only on a CPU with AVX512_BF16, and this one has none; give"
             " --dtype fp32"
         )
-    algorithm = tuning(job.spec, settings["batch_size"])
+    algorithm = tuning(spec, settings["batch_size"])
     config = SignRoundConfig(**algorithm)
     sequences = [
         {"input_ids": ids_1L, "attention_mask": torch.ones_like(ids_1L)}
         for ids_1L in ids_NL[:, None]
     ]
-    rounding = AutoRound(
+    rounding = auto_round.AutoRound(
         model,
         tokenizer=Tokenizer(),
-        scheme=QuantizationScheme.from_dict(scheme(job.spec)),
+        scheme=QuantizationScheme.from_dict(scheme(spec)),
         alg_configs=config,
         dataset=sequences,
         nsamples=len(ids_NL),
@@ -263,20 +222,27 @@ def quantize(job: Job) -> None:
     with sdpa_kernel(SDPBackend.MATH):  # the others' gradients vary from run to run on a GPU
         model, _ = rounding.quantize()
 
-    # the result: nothing left out, every weight on its grid
-    watch.check(model.config.num_hidden_layers, len(linears))
-    weights = changed_weights(model, load(), linears, job)
+    log.check(model.config.num_hidden_layers)
+    weights = check_outcome(
+        "auto-round",
+        dict(model.named_parameters()),
+        original,
+        reported_grids(linears, model, spec),
+        linears,
+        spec,
+        moves_errors=False,
+    )
 
     # the learning rates are defaults that auto-round fills in
     used = algorithm | {"lr": float(config.lr), "minmax_lr": float(config.minmax_lr)}
     report = {
-        "scheme": scheme(job.spec),
+        "scheme": scheme(spec),
         "algorithm": used,
         "pipeline": settings,
         "attention": "sdpa, math",
         "calibration": list(ids_NL.shape),
     }
-    write_report(job, weights, "auto-round", __version__, report)
+    write_report(job, weights, "auto-round", auto_round.__version__, report)
 
 
 if __name__ == "__main__":

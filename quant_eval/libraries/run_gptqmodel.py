@@ -1,12 +1,12 @@
 """GPTQ and GPTAQ (arXiv:2504.02692) by gptqmodel: `python -m ...run_gptqmodel JOB.json`.
 
-The weights are gptqmodel's own result in memory, scale x (code - zero) in fp32 and then cast to the
-model's dtype, taken when it says that a group of linears is done. Only its packed checkpoints round
-the scales to fp16.
+The weights are what gptqmodel's rounding returns, scale x (code - zero) in fp32 and then cast to
+the model's dtype, with the grids. Only its packed checkpoints round the scales to fp16.
 
 gptqmodel repairs a Hessian that it cannot invert: with its damping increments off it still raises
-the diagonal, and logs the damping it was asked for. So every inversion is watched here, and a
-repaired one ends the job.
+the diagonal, and logs the damping it was asked for. It rounds to nearest where it has no Hessian,
+and leaves out sequences. The weights do not show it, so every inversion and every rounding is
+watched here, and a repaired one ends the job.
 
 Where it departs from the papers, found on models of three blocks, each linear against a float64
 reference: the grid of a group that starts inside a block of 128 columns is fitted to weights that
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from base.errors import UserError
 from base.libraries.private_names import replace
@@ -31,8 +31,16 @@ from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import load_hf_model
 from quant_eval.libraries import pcre
 from quant_eval.libraries.job import Job, run_process, write_report
-from quant_eval.specs import QuantSpec
+from quant_eval.libraries.outcome import (
+    Grids,
+    ReportedGrid,
+    block_linears,
+    check_outcome,
+    original_weights,
+)
+from quant_eval.quantizers.libraries import GPTAQ, GPTQModel
 
+Inversion = Callable[[Any, Tensor], tuple[Tensor | None, float]]
 # Found right linear by linear. Olmo is not: gptqmodel does not know the order of its linears, and
 # calibrates o_proj and down_proj on inputs from before q_proj and gate_proj were rounded.
 RIGHT = (
@@ -49,7 +57,7 @@ ENVIRONMENT = {
 }
 
 
-def quantize_config(spec: QuantSpec, device: str) -> dict[str, Any]:
+def quantize_config(spec: GPTQModel | GPTAQ, device: str) -> dict[str, Any]:
     """Return every field of gptqmodel's configuration that has a part in the result."""
     return {
         "method": "gptq",
@@ -58,10 +66,10 @@ def quantize_config(spec: QuantSpec, device: str) -> dict[str, Any]:
         "sym": spec.symmetric,
         "desc_act": spec.order == "actorder",
         "act_group_aware": spec.order == "groupaware",
-        "static_groups": bool(spec.static_groups),
+        "static_groups": spec.static_groups,
         "damp_percent": spec.damping,
         "damp_auto_increment": 0.0,
-        "gptaq": {"alpha": spec.alpha, "device": device} if spec.method == "gptaq" else None,
+        "gptaq": {"alpha": spec.alpha, "device": device} if isinstance(spec, GPTAQ) else None,
         "foem": None,
         "mse": 0.0,
         "true_sequential": True,
@@ -90,59 +98,41 @@ def quantize_config(spec: QuantSpec, device: str) -> dict[str, Any]:
 
 
 class Watch:
-    """Keeps what gptqmodel rounds, and ends it where it repairs something.
+    """The weights that gptqmodel rounds, with their grids, and an end where it repairs something.
 
-    `process` is what gptqmodel calls the method: gptq or gptaq.
+    Args of the constructor:
+        model: gptqmodel's own.
+        damping: the share of the Hessian's mean diagonal that was asked for.
+        samples: the number on which every linear has to be calibrated, as gptqmodel counts them.
     """
 
-    def __init__(self, model: Any, process: str, damping: float) -> None:
+    def __init__(self, model: Any, damping: float, samples: int) -> None:
         self.weights: dict[str, Tensor] = {}
-        self.blocks = model.extract_layers_node()[0]
-        self._model, self._process, self._damping = model, process, damping
+        self.grids = Grids()
+        self._blocks = model.extract_layers_node()[0]
+        self._damping, self._samples = damping, samples
         self._block, self._inversions = "", 0
         self._problems: list[str] = []
 
-    def subset_event(
-        self,
-        *,
-        stage: str,
-        layer_idx: int,
-        module_names: list[str],
-        processor: Callable[[], str],
-        **_: int,
-    ) -> None:
-        """Copy the weights that gptqmodel rounded.
+    def subset_event(self, *, stage: str, layer_idx: int, **_: Any) -> None:
+        """Raise UserError for a problem: gptqmodel calls this around every group of linears.
 
-        gptqmodel calls this before and after every group of linears of one input.
+        An exception in one of gptqmodel's workers, which invert and round, would kill the process.
         """
-        self._block = f"{self.blocks}.{layer_idx}"
+        self._block = f"{self._blocks}.{layer_idx}"
+        if stage == "quant_start":
+            self._inversions = 0
+        self.check()
+
+    def check(self) -> None:
+        """Raise UserError if anything was repaired."""
         if self._problems:
             raise UserError(min(self._problems))
-        if stage == "quant_complete" and processor() == self._process:
-            if not self._inversions:
-                raise UserError(
-                    f"gptqmodel rounded {self._block} without a Hessian; use our own gptq"
-                )
-            self._inversions = 0
-            for name in module_names:
-                linear = f"{self._block}.{name}"
-                weight = self._model.model.get_submodule(linear).weight
-                if not bool(weight.isfinite().all()):
-                    raise UserError(
-                        f"gptqmodel made {linear} not finite; check the checkpoint's weights"
-                    )
-                self.weights[f"{linear}.weight"] = weight.detach().cpu().clone()
 
-    def over(
-        self, invert: Callable[[Any, Tensor], tuple[Tensor | None, float]]
-    ) -> Callable[[Any, Tensor], tuple[Tensor, float]]:
-        """Return `invert`, watched: a repair, anything but the stated damping, is a problem.
+    def over_inversion(self, invert: Inversion) -> Inversion:
+        """Return `invert`, watched: anything but the stated damping is a problem."""
 
-        It ends the job at the next event: an exception in one of gptqmodel's workers would kill the
-        process.
-        """
-
-        def watched(task: Any, hessian_II: Tensor) -> tuple[Tensor, float]:
+        def watched(task: Any, hessian_II: Tensor) -> tuple[Tensor | None, float]:
             self._inversions += 1
             name, before_I = f"{self._block}.{task.name}", hessian_II.diagonal().clone()
             factor_II, damping = None, self._damping
@@ -164,27 +154,31 @@ class Watch:
 
         return watched
 
+    def over_rounding(self, rounding: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], Any]:
+        """Return `rounding`, watched: its results are kept, and anything but GPTQ is a problem."""
 
-def check_log(log: list[dict[str, str]], watch: Watch, linears: set[str], samples: int) -> None:
-    """Refuse a log of anything but GPTQ of every linear, each calibrated on all `samples`."""
-    logged = set()
-    for row in log:
-        name = f"{watch.blocks}.{row['layer']}.{row['module']}"
-        if int(row["samples"]) != samples:
-            raise UserError(
-                f"gptqmodel calibrated {name} on {row['samples']} of {samples} samples; report it"
-            )
-        try:
-            float(row["loss"])
-        except ValueError:
-            raise UserError(
-                f"gptqmodel rounded {name} by {row['loss']} instead of GPTQ; use our own gptq"
-            ) from None
-        logged.add(name)
-    strays = linears ^ logged
-    strays |= linears.symmetric_difference(name.removesuffix(".weight") for name in watch.weights)
-    if strays:
-        raise UserError(f"gptqmodel left out {min(strays)}; use our own gptq")
+        def watched(task: Any) -> tuple[Any, ...]:
+            result = rounding(task)
+            weight_OI, scales_OG, zeros_OG, groups_I, _, loss, _, samples = result
+            name = f"{self._block}.{task.name}"
+            if samples != self._samples:
+                self._problems.append(
+                    f"gptqmodel calibrated {name} on {samples} of {self._samples} samples;"
+                    " report it"
+                )
+            if isinstance(loss, str):  # the name of its fallback
+                self._problems.append(
+                    f"gptqmodel rounded {name} by {loss} instead of GPTQ; use our own gptq"
+                )
+            if not self._inversions:  # one serves all linears of a group
+                self._problems.append(
+                    f"gptqmodel rounded {name} without a Hessian; use our own gptq"
+                )
+            self.weights[f"{name}.weight"] = weight_OI.cpu().clone()
+            self.grids[name] = ReportedGrid(scales_OG.cpu(), zeros_OG.cpu(), groups_I.cpu())
+            return result
+
+        return watched
 
 
 def quantize(job: Job) -> None:
@@ -193,7 +187,8 @@ def quantize(job: Job) -> None:
     UserError if the job does not fit the model, or the library did anything else than asked.
     """
     spec = job.spec
-    if spec.damping is None or not 0 < spec.damping < 1:
+    assert isinstance(spec, GPTQModel | GPTAQ)
+    if not 0 < spec.damping < 1:
         raise UserError(f"spec {spec.name}: gptqmodel takes a damp above 0 and below 1")
     torch.set_num_threads(job.threads)
     ids_NL = load_file(job.calibration)["input_ids"]
@@ -202,20 +197,18 @@ def quantize(job: Job) -> None:
             f"gptqmodel drops sequences of {ids_NL.shape[1]} tokens; calibrate on longer ones"
         )
 
-    hf_model = load_hf_model(job.hf_dir, DTYPES[job.dtype], attention="sdpa", architectures=RIGHT)
-    output = hf_model.get_output_embeddings()
-    linears = {
-        name for name, m in hf_model.named_modules() if isinstance(m, nn.Linear) and m is not output
-    }
+    dtype = DTYPES[job.dtype]
+    hf_model = load_hf_model(job.hf_dir, dtype, attention="sdpa", architectures=RIGHT)
+    linears, original = [*block_linears(hf_model)], original_weights(job.hf_dir, hf_model, dtype)
 
     # before the import, which needs both
     os.environ.update(ENVIRONMENT)
     pcre.stand_in()
 
     import gptqmodel
+    from gptqmodel import quantization
     from gptqmodel.models._const import normalize_device
     from gptqmodel.models.auto import check_and_get_model_definition
-    from gptqmodel.quantization import GPTQ
 
     # its configuration may replace a value that it does not take
     settings = quantize_config(spec, job.device)
@@ -238,10 +231,14 @@ def quantize(job: Job) -> None:
         model_local_path=str(job.hf_dir),
     )
 
-    # the watch sees every inverted Hessian and every rounded group
-    process = "gptaq" if spec.method == "gptaq" else "gptq"
-    model.subset_callback = watch = Watch(model, process, spec.damping)
-    replace(GPTQ, "hessian_inverse", watch.over(GPTQ.hessian_inverse))
+    # GPTQ counts tokens, GPTAQ sequences
+    task, samples = quantization.GPTQ, ids_NL.numel()
+    if isinstance(spec, GPTAQ):
+        task, samples = quantization.GPTAQ, len(ids_NL)
+    model.subset_callback = watch = Watch(model, spec.damping, samples)
+    inversion = watch.over_inversion(quantization.GPTQ.hessian_inverse)
+    replace(quantization.GPTQ, "hessian_inverse", inversion)
+    replace(task, "quantize", watch.over_rounding(task.quantize))
 
     # the sequences as they are, neither sorted nor joined
     arguments = {
@@ -250,11 +247,15 @@ def quantize(job: Job) -> None:
         "calibration_concat_size": None,
     }
     sequences = [{"input_ids": ids_L, "attention_mask": torch.ones_like(ids_L)} for ids_L in ids_NL]
-    logs = model.quantize(sequences, **arguments)
+    # packing takes the biases of linears out of the model
+    biases = {key: value for key, value in hf_model.named_parameters() if key.endswith(".bias")}
+    model.quantize(sequences, **arguments)
 
-    # GPTQ counts tokens, GPTAQ sequences
-    samples = ids_NL.numel() if process == "gptq" else len(ids_NL)
-    check_log(logs[process], watch, linears, samples)
+    watch.check()
+    after = biases | dict(hf_model.named_parameters()) | watch.weights
+    weights = check_outcome(
+        "gptqmodel", after, original, watch.grids, linears, spec, moves_errors=True
+    )
     report = {
         "quantize_config": settings,
         "quantize": arguments,
@@ -262,7 +263,7 @@ def quantize(job: Job) -> None:
         "attention": "sdpa",
         "calibration": list(ids_NL.shape),
     }
-    write_report(job, watch.weights, "gptqmodel", gptqmodel.__version__, report)
+    write_report(job, weights, "gptqmodel", gptqmodel.__version__, report)
 
 
 if __name__ == "__main__":

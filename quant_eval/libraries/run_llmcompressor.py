@@ -1,10 +1,11 @@
 """AWQ (arXiv:2306.00978) by llmcompressor: `python -m ...run_llmcompressor JOB.json`.
 
-Three proofs stand between the library and a number: each mapping is tried with random scales before
-anything is quantized (awq_mappings.py); afterwards every parameter has to be what the scales found
-make of the original, and all others the original's bits; and whatever the library warns of is an
-error. Activations are those of the full-precision model: llmcompressor does not pass the error of
-rounded layers on to later ones, as AWQ's authors do not.
+AWQ moves scales between layers, so that the original's bits are no measure of what it changed. Each
+mapping is tried with random scales before anything is quantized (awq_mappings.py); afterwards every
+parameter has to be what the scales chosen make of the original, before the linears are rounded to
+grids, which `outcome` checks. Whatever the library warns of is an error. Activations are those of
+the full-precision model: llmcompressor does not pass the error of rounded layers on to later ones,
+as AWQ's authors do not.
 
 Shapes: O output features, I input features, N calibration sequences, L tokens of a sequence.
 """
@@ -35,12 +36,13 @@ from quant_eval.libraries.awq_mappings import (
     Mappings,
     check_folds,
     check_scaled,
-    mapped_linears,
     mappings_for,
     witness,
 )
 from quant_eval.libraries.job import Job, run_process, write_report
-from quant_eval.model.families import ARCHITECTURES
+from quant_eval.libraries.outcome import ReportedGrid, block_linears, check_on_grid
+from quant_eval.quantizers.libraries import AWQ
+from train.model.families import ARCHITECTURES
 
 SCALES = "scales.safetensors"  # of every fold, by the name of the smoothed layer
 # Starts of warnings that change nothing.
@@ -84,13 +86,12 @@ class NotingAWQModifier(AWQModifier):
         return scales_I
 
 
-def weight_arguments(job: Job) -> QuantizationArgs:
+def weight_arguments(spec: AWQ) -> QuantizationArgs:
     """Return the spec in llmcompressor's words, every field given.
 
     Symmetric grids have the scale 2 max|w| / (2^bits - 1), asymmetric ones run from min(w, 0) to
     max(w, 0).
     """
-    spec = job.spec
     return QuantizationArgs(
         num_bits=spec.bits,
         type="int",
@@ -184,28 +185,35 @@ def calibrate(
 
 
 @torch.no_grad()
-def dense_values(
-    scaled: PreTrainedModel,
-    original: PreTrainedModel,
-    linears: list[str],
-    weights: QuantizationArgs,
-) -> dict[str, Tensor]:
-    """Return every parameter that differs once the linears are rounded, and all linears."""
+def round_linears(
+    scaled: PreTrainedModel, linears: list[str], weights: QuantizationArgs, spec: AWQ
+) -> None:
+    """Round the linears of the scaled model to their grids.
+
+    UserError if one is off the grid that it reports, or that grid is not the spec's.
+    """
     for name in linears:
-        linear = scaled.get_submodule(name)
-        weight_OI = linear.get_parameter("weight")
+        linear: Any = scaled.get_submodule(name)
+        weight_OI = linear.weight
+        source_OI = weight_OI.cpu().clone()
         weight_OI.copy_(forward_quantize(linear, weight_OI, "weight", weights))
-    rounded = {f"{name}.weight" for name in linears}
-    parameters = dict(scaled.named_parameters())
-    values = {
+
+        # compressed-tensors counts codes from the middle, where the zero of symmetric grids is
+        zeros_OG = torch.zeros_like(linear.weight_scale)
+        if not weights.symmetric:
+            zeros_OG = linear.weight_zero_point.float()
+        grid = ReportedGrid(linear.weight_scale, zeros_OG + 2 ** (spec.bits - 1))
+        check_on_grid("llmcompressor", name, weight_OI.cpu(), grid, spec, source_OI)
+
+
+def changed_values(model: PreTrainedModel, original: PreTrainedModel) -> dict[str, Tensor]:
+    """Return every parameter that differs from the original's, and all of linears."""
+    parameters, linears = dict(model.named_parameters()), block_linears(model)
+    return {
         name: parameters[name].detach().cpu().contiguous()
         for name, parameter in original.named_parameters()
-        if name in rounded or not torch.equal(parameters[name], parameter)
+        if name.removesuffix(".weight") in linears or not torch.equal(parameters[name], parameter)
     }
-    for name, value in values.items():
-        if not bool(value.isfinite().all()):
-            raise UserError(f"AWQ made {name} not finite; check the checkpoint's weights")
-    return values
 
 
 def quantize(job: Job) -> None:
@@ -213,6 +221,8 @@ def quantize(job: Job) -> None:
 
     UserError if the spec does not fit the model, or the library did anything else than asked.
     """
+    spec = job.spec
+    assert isinstance(spec, AWQ)
     torch.set_num_threads(job.threads)
 
     def load() -> PreTrainedModel:
@@ -222,15 +232,16 @@ def quantize(job: Job) -> None:
 
     model = load()
     mappings = mappings_for(model)
-    linears = mapped_linears(model, mappings)
+    linears = [*block_linears(model)]
     check_folds(witness(model), mappings, seed=0)
-    weights = weight_arguments(job)
+    weights = weight_arguments(spec)
     scales, settings = calibrate(model, mappings, linears, weights, job)
     original = load()
     check_scaled(model, original, mappings, scales)
     save_file(scales, job.out / SCALES)
-    weights_of = dense_values(model, original, linears, weights)
-    write_report(job, weights_of, "llmcompressor", llmcompressor.__version__, settings)
+    round_linears(model, linears, weights, spec)
+    values = changed_values(model, original)
+    write_report(job, values, "llmcompressor", llmcompressor.__version__, settings)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from torch import Tensor
 from base.files import FileRecord, record_file, sha256_of, write_json
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES, read_whole
+from ckpt_tools.hf.configuration import read_config
 from ckpt_tools.hf.directory import DENSE_JSON
-from ckpt_tools.hf.forward import empty_model, names_in_files, read_config
+from ckpt_tools.hf.forward import empty_model, names_in_files
 from quant_eval.model.streamed import Block
-from quant_eval.specs import QuantSpec
+from quant_eval.quantizer import QuantSpec
 
 
 class DenseWriter:

@@ -13,24 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from base.errors import UserError
+from base.hessian import product_dtype, row_output_errors
 from base.ranks import Ranks
-from base.rounding.gptq import row_output_errors
-from base.rounding.grid import Rounded
-from base.rounding.hessian import product_dtype
 from ckpt_tools.hf.measured import Linear
-from quant_eval.casts.activations import ActivationCast, activation_cast
+from quant_eval.casts.activations import ActivationCast, MixedCast, activation_cast
 from quant_eval.casts.linear import CastLinear, share_inputs, shifted_bias
-from quant_eval.casts.mixed import MixedCast, mixed_cast
-from quant_eval.model.families import SITES
+from quant_eval.group import Group, Rounded, RoundedGroup
 from quant_eval.model.streamed import Block
+from quant_eval.quantizer import QuantSpec
 from quant_eval.rounding.inputs import InputStatistics
-from quant_eval.rounding.mixed import Mixed
-from quant_eval.rounding.rows import round_weight
-from quant_eval.rounding.trellis import qtip
-from quant_eval.specs import QuantSpec
 from quant_eval.transforms.fitting import GroupStatistics, fit_transform
 from quant_eval.transforms.placement import Places
 from quant_eval.transforms.steps import Transform, compose
+from train.model.families import SITES
 
 Keep = Callable[[str, Rounded, Transform], None]
 Linears = dict[str, nn.Linear]  # those that read one input, by their names in the model
@@ -71,26 +66,31 @@ class GroupQuantizer:
                 then unknown.
             transform: a learned one; None: it is fitted here.
             again: this rank's inputs a second time, for casts with fixed scales.
-            library: the linears as another project's library rounded them; None for own methods.
+            library: the linears as another project's library rounded them; None for ours.
             seed: of random signs.
         """
         stacked_OI = torch.cat([linear.weight for linear in linears.values()])
         hessian_II = statistics.hessian(next(iter(linears))) if statistics else None
         is_dead = hessian_II is not None and not bool(hessian_II.diagonal().any())
-        if self._spec.method == "int8":
-            return self._errors(linears, stacked_OI, self._int8(block, linears), hessian_II)
         if transform is None:
             transform = self._fitted(block, site, stacked_OI, statistics, hessian_II, seed)
         signs = (seed, SITES.index(site))
-        rounded_OI, kept_I = self._round(linears, stacked_OI, hessian_II, transform, library, signs)
-        dense_OI = self._restored(linears, rounded_OI, transform).to(stacked_OI.dtype)
+        rounded = self._round(linears, stacked_OI, hessian_II, transform, library, signs)
+        if rounded.modules is not None:
+            for name, module in zip(linears, rounded.modules, strict=True):
+                block.module.set_submodule(name.removeprefix(f"{block.prefix}."), module)
+            block.mixes_sequences = self._spec.casts_inputs
+            return self._errors(linears, stacked_OI, rounded.dense_OI, hessian_II, is_dead)
+
+        dense_OI = self._restored(linears, rounded.dense_OI, transform).to(stacked_OI.dtype)
         if hessian_II is not None:
             # rounded weights multiply what the shift leaves
             hessian_II = transform.centred(hessian_II)
         errors = self._errors(linears, stacked_OI, dense_OI, hessian_II, is_dead)
         if self._spec.activations:
-            cast = self._cast_of(rounded_OI.shape[1], kept_I, transform, again)
-            self._replace(block, linears, rounded_OI.to(stacked_OI.dtype), transform, cast)
+            cast = self._fixed(rounded, transform, again)
+            weight_OI = rounded.dense_OI.to(stacked_OI.dtype)
+            self._replace(block, linears, weight_OI, transform, cast)
             return errors
         parts = dense_OI.split(_sizes(linears))
         for linear, quantized_OI in zip(linears.values(), parts, strict=True):
@@ -111,8 +111,8 @@ class GroupQuantizer:
             return compose()
         mean_I = statistics.mean() if statistics else None
         largest_I = statistics.largest(mean_I if self._spec.shift else None) if statistics else None
-        of_group = GroupStatistics(hessian_II, largest_I, mean_I, weight_OI, block.gain(site))
-        return fit_transform(self._spec, site, self._places, of_group, seed)
+        known = GroupStatistics(hessian_II, largest_I, mean_I, weight_OI, block.gain(site))
+        return fit_transform(self._spec, site, self._places, known, seed)
 
     def _round(
         self,
@@ -121,42 +121,29 @@ class GroupQuantizer:
         hessian_II: Tensor | None,
         transform: Transform,
         library: Linears | None,
-        seed: tuple[int, int],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the stacked weights after rounding, in the basis of the transform.
-
-        With them the inputs that Atom and QUIK keep in more bits; None for other methods.
-        """
-        spec = self._spec
-        if library is not None:
-            return torch.cat([linear.weight for linear in library.values()]), None
-        if spec.method == "nf4":
-            from quant_eval.libraries.bitsandbytes import nf4_dense
-
-            assert spec.group_size is not None
-            return nf4_dense(stacked_OI, spec.group_size), None
-
-        # own methods round in the basis of the transform
+        signs: tuple[int, int],
+    ) -> RoundedGroup:
+        """Return the stacked weights after rounding, in the basis of the transform."""
         products = product_dtype(stacked_OI.dtype)
-        if spec.is_transformed:
+        if self._spec.is_transformed:
             stacked_OI = self._rotated(linears, stacked_OI, transform)
             hessian_II = None if hessian_II is None else transform.hessian(hessian_II)
-        if spec.method == "none":
-            return stacked_OI, None
-
-        name = next(iter(linears))  # for messages
-        if spec.method == "qtip":
-            assert hessian_II is not None
-            sizes = _sizes(linears)
-            return qtip(
-                stacked_OI, hessian_II, spec, seed, name, products, sizes, self._ranks
-            ), None
-        rounded = round_weight(stacked_OI, hessian_II, products, spec, name, self._ranks)
-        if isinstance(rounded, Mixed):
-            return rounded.dense(), rounded.kept_I
-        if self._keep:
-            self._hand_over(linears, rounded, transform, self._keep)
-        return rounded.dense(), None
+        theirs = [linear.weight for linear in library.values()] if library else []
+        group = Group(
+            name=next(iter(linears)),
+            sizes=_sizes(linears),
+            weight_OI=stacked_OI,
+            hessian_II=hessian_II,
+            products=products,
+            ranks=self._ranks,
+            seed=signs,
+            linears=linears,
+            library_OI=torch.cat(theirs) if theirs else None,
+        )
+        rounded = self._spec.round(group)
+        if self._keep and rounded.codes:
+            self._hand_over(linears, rounded.codes, transform, self._keep)
+        return rounded
 
     def _rotated(self, linears: Linears, stacked_OI: Tensor, transform: Transform) -> Tensor:
         """Return L^T W T of every linear, stacked, in fp32."""
@@ -189,15 +176,14 @@ class GroupQuantizer:
         stacked = (rounded.codes_OI, rounded.scales_OG, rounded.zeros_OG)
         parts = [part.cpu().split(sizes) for part in stacked]
         for key, codes_OI, scales_OG, zeros_OG in zip(linears, *parts, strict=True):
-            own = {"codes_OI": codes_OI, "scales_OG": scales_OG, "zeros_OG": zeros_OG}
-            keep(f"{key}.weight", replace(rounded, groups_I=groups_I, **own), transform)
+            changed = {"codes_OI": codes_OI, "scales_OG": scales_OG, "zeros_OG": zeros_OG}
+            keep(f"{key}.weight", replace(rounded, groups_I=groups_I, **changed), transform)
 
-    def _cast_of(
-        self, width: int, kept_I: Tensor | None, transform: Transform, again: Iterable[Tensor]
+    def _fixed(
+        self, rounded: RoundedGroup, transform: Transform, again: Iterable[Tensor]
     ) -> ActivationCast | MixedCast:
         """Return the cast of inputs in the basis of the transform, its scales fixed."""
-        spec = self._spec
-        cast = activation_cast(spec, width) if kept_I is None else mixed_cast(spec, kept_I, width)
+        cast = rounded.cast or activation_cast(self._spec, rounded.dense_OI.shape[1])
         assert cast is not None
         cast.to(self._ranks.device)
         if cast.needs_range:
@@ -226,15 +212,6 @@ class GroupQuantizer:
             replacements.append(replacement)
         share_inputs(replacements)
 
-    def _int8(self, block: Block, linears: Linears) -> Tensor:
-        """Replace the linears by LLM.int8()'s own modules, and return their decoded weights."""
-        from quant_eval.libraries.bitsandbytes import dense_weight, replace_linears
-
-        relative = [name.removeprefix(f"{block.prefix}.") for name in linears]
-        replace_linears(block.module, relative, self._spec)
-        block.mixes_sequences = True
-        return torch.cat([dense_weight(block.module.get_submodule(name)) for name in relative])
-
     def _errors(
         self,
         linears: Linears,
@@ -245,11 +222,11 @@ class GroupQuantizer:
     ) -> list[Linear]:
         """Return the errors of stacked linears, of which each rank computes a share of the rows."""
         share = self._ranks.share(len(weight_OI))
-        own = slice(share.start, share.stop)
-        difference_OI = weight_OI[own].double() - quantized_OI[own].double()
-        sums = [difference_OI.square().sum(1), weight_OI[own].double().square().sum(1)]
+        rows = slice(share.start, share.stop)
+        difference_OI = weight_OI[rows].double() - quantized_OI[rows].double()
+        sums = [difference_OI.square().sum(1), weight_OI[rows].double().square().sum(1)]
         if hessian_II is not None:
-            sums += row_output_errors(weight_OI[own], quantized_OI[own], hessian_II)
+            sums += row_output_errors(weight_OI[rows], quantized_OI[rows], hessian_II)
         sums_OE = self._ranks.gather(torch.stack(sums, dim=1), len(weight_OI))
         errors = []
         for name, rows_OE in zip(linears, sums_OE.split(_sizes(linears)), strict=True):

@@ -1,6 +1,7 @@
 """The content of result.json, made from an HF directory and specs."""
 
 import math
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -21,20 +22,22 @@ from ckpt_tools.hf.directory import DENSE_JSON
 from ckpt_tools.hf.model import identify
 from quant_eval.libraries.job import library_model
 from quant_eval.measuring.dense import DenseWriter
-from quant_eval.measuring.losses import EvaluationSet, PairedLosses
-from quant_eval.measuring.saving import prove_saved
+from quant_eval.measuring.losses import EvaluationSet, PairedLosses, paired_losses
 from quant_eval.measuring.sequential import check_spec
 from quant_eval.measuring.statistics import SAMPLES, UNITS, figures_of
+from quant_eval.measuring.streams import evaluated_stream
 from quant_eval.measuring.texts import Texts, open_texts
 from quant_eval.measuring.walk import Finished, Quantized, Variant, walk
-from quant_eval.model.families import ARCHITECTURES
 from quant_eval.model.streamed import Block, StreamedModel
-from quant_eval.saved.writer import CheckpointWriter
-from quant_eval.settings import CHECKPOINT, RunSettings
-from quant_eval.specs import QuantSpec
+from quant_eval.quantizer import QuantSpec
+from quant_eval.quantizers import described
+from quant_eval.saved.checkpoint import CheckpointWriter, SavedWeights
+from quant_eval.settings import CHECKPOINT, ComputeSettings, RunSettings
+from train.model.families import ARCHITECTURES
 
 DRAWN = ("nll_quantized", "kl", "agreements")  # sums by document that a calibration draw moves
 LIBRARY_WORK = "library"  # below a result's directory while another project's library is at work
+RELOADED_TOLERANCE = 1e-6  # the same weights by the same code
 
 
 def measure(
@@ -71,11 +74,10 @@ def measure(
         if dense:
             measured["dense"] = dense[number]
 
-        described = {"name": spec.name} | spec.model_dump(mode="json")
-        described["library"] = spec.row.library
+        content = {"name": spec.name} | described(spec) | {"library": spec.library}
         if report:
-            described |= {"library_settings": report.settings, "library_version": report.version}
-        described |= texts.described_for(spec) | {
+            content |= {"library_settings": report.settings, "library_version": report.version}
+        content |= texts.described_for(spec) | {
             "dtype": settings.dtype,
             "attention": "sdpa",
             "batch_size": settings.batch_size,
@@ -84,7 +86,7 @@ def measure(
             "streams": asdict(of_draws[0].room),
         }
         results.append(
-            {"model": identity, "spec": described, "measured": measured, "environment": here}
+            {"model": identity, "spec": content, "measured": measured, "environment": here}
         )
     return results
 
@@ -123,8 +125,10 @@ def _quantize(
                     keep = saver.add
                     takers.append(saver.add_block)
                 if settings.dense:
-                    place = cleanup.enter_context(committed_directory((out / DENSE_JSON).parent))
-                    keepers.append(DenseWriter(hf_dir, place, spec, settings.dtype))
+                    directory = cleanup.enter_context(
+                        committed_directory((out / DENSE_JSON).parent)
+                    )
+                    keepers.append(DenseWriter(hf_dir, directory, spec, settings.dtype))
                     takers.append(keepers[number].add)
             finished = partial(_hand_to, takers) if takers else None
             for draw, draw_NL in enumerate(texts.draws_for(spec)):
@@ -245,3 +249,48 @@ def _increase(figures: dict[str, Any]) -> dict[str, Any]:
     return {name: figures[name] for name in names} | {
         "intervals": {name: figures["intervals"][name] for name in names}
     }
+
+
+def prove_saved(
+    checkpoint: Path,
+    measured: PairedLosses,
+    data: EvaluationSet,
+    compute: ComputeSettings,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """Return the cross-entropy of the checkpoint, and its difference from the measured one.
+
+    UserError if it is not reproduced; the checkpoint is removed.
+    """
+    # the evaluated text through the saved model, block by block
+    dtype = DTYPES[compute.dtype]
+    weights = SavedWeights(checkpoint, dtype)
+    model = StreamedModel(checkpoint, weights, dtype, ranks.device)
+    share = data.batches(compute.batch_size)[ranks.rank :: ranks.size]
+    stream = evaluated_stream(model, data, share)
+    for index in range(model.num_blocks):
+        block = model.block(index)
+        weights.restore(block)
+        stream.advance(block)
+
+    # its losses, once alone: it is both models of the pair
+    final = stream.activations
+    (losses,) = paired_losses(model.head(), final, [final], data, share, ranks)
+    reloaded, expected = float(losses.nll.sum()), float(measured.nll_quantized.sum())
+    difference = abs(reloaded / expected - 1)
+    report = {
+        "cross_entropy": reloaded / float(losses.tokens.sum()),
+        "relative_difference": difference,
+        "tolerance": RELOADED_TOLERANCE,
+    }
+
+    # every rank has read the files before they are removed
+    ranks.wait()
+    if not difference <= RELOADED_TOLERANCE:  # nor NaN
+        if ranks.rank == 0:
+            shutil.rmtree(checkpoint)
+        raise UserError(
+            f"{checkpoint} does not reproduce the measured loss ({report}) and was removed; report"
+            " this as a defect"
+        )
+    return report

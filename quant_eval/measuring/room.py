@@ -12,8 +12,8 @@ import torch
 from base.errors import UserError
 from base.host_memory import free_memory
 from base.ranks import Ranks
-from quant_eval.model.families import LAYERS
 from quant_eval.model.streamed import StreamedModel
+from train.model.families import LAYERS
 
 OTHER_BYTES = 1 << 30  # kernels' workspaces, logits, and what is allocated beside tensors
 FACTOR_SQUARES = 7  # matrices [I, I] in float64 at once while a Hessian is factored, and its own
@@ -120,7 +120,7 @@ def room_for(sizes: Sizes, variants: int, ranks: Ranks) -> Room:
         device = torch.cuda.mem_get_info(ranks.device)[0] + cached
     on_gpu = ranks.device.type == "cuda"
     if ranks.size > 1:
-        own = torch.tensor([*astuple(sizes), -device, -host], device=ranks.device)
-        *most, device, host = ranks.max(own).tolist()
+        bounds = torch.tensor([*astuple(sizes), -device, -host], device=ranks.device)
+        *most, device, host = ranks.max(bounds).tolist()
         sizes, device, host = Sizes(*most), -device, -host
     return plan(sizes, variants, device if on_gpu else None, host)

@@ -13,21 +13,19 @@ from torch import Tensor
 from base.errors import UserError
 from base.ranks import Ranks
 from ckpt_tools.hf.measured import Linear
+from quant_eval.learned import learn_transforms, sample
 from quant_eval.measuring.groups import GroupQuantizer, Keep, Linears
 from quant_eval.model.activations import Activations
-from quant_eval.model.families import SITES
 from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.quantizer import QuantSpec
+from quant_eval.rotations import ROTATIONS
 from quant_eval.rounding.inputs import InputStatistics
 from quant_eval.sizes import check_linears
-from quant_eval.specs import QuantSpec
-from quant_eval.transforms.learned import learn_transforms, sample
 from quant_eval.transforms.placement import Places, places_of
-from quant_eval.transforms.rotations import ROTATIONS
 from quant_eval.transforms.steps import Transform
+from train.model.families import SITES
 
 Buffers = dict[str, Activations]  # by what is in them
-# Methods that move scales between linears: what one linear computes means nothing by itself.
-FOLDING = ("awq",)
 
 
 def check_spec(model: StreamedModel, spec: QuantSpec) -> None:
@@ -77,10 +75,10 @@ class BlockQuantizer:
         """Quantize a block in place.
 
         The calibration inputs are replaced by the block's outputs. `library` is the same block as
-        another project's library quantized it, None for own methods. No block reads the outputs of
+        another project's library quantized it, None for ours. No block reads the outputs of
         the last, so they are not computed.
         """
-        if self.spec.method in FOLDING:
+        if self.spec.folds:
             assert library is not None
             block.module.load_state_dict(library.module.state_dict(), assign=True)
             return [Linear(name=name, folded=True) for group in block.linears() for name in group]

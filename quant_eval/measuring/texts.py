@@ -21,8 +21,8 @@ from quant_eval.bos import begun, bos_of
 from quant_eval.measuring.documents import check_documents
 from quant_eval.measuring.losses import EvaluationSet, evaluation_set
 from quant_eval.model.streamed import StreamedModel
+from quant_eval.quantizer import QuantSpec
 from quant_eval.settings import CalibrationSettings, RunSettings
-from quant_eval.specs import QuantSpec
 from train.data.batches import batch
 from train.data.corpus import Corpus, check_vocabulary, open_corpus
 from train.data.tokenizer import TOKENIZER_JSON
@@ -184,8 +184,8 @@ def check_apart(
     hashes = _hashes(np.concatenate(cut).reshape(-1, WINDOW_TOKENS))
     if not len(calibrated) or not len(hashes):  # all are shorter than a window
         return 0.0
-    places = np.minimum(np.searchsorted(calibrated, hashes), len(calibrated) - 1)
-    is_copied = calibrated[places] == hashes
+    nearest = np.minimum(np.searchsorted(calibrated, hashes), len(calibrated) - 1)
+    is_copied = calibrated[nearest] == hashes
 
     # the documents most of whose windows are copied
     units = np.repeat(data.owner, counts_N)

@@ -6,7 +6,6 @@ Shapes: N calibration sequences, L tokens of a sequence, B sequences of a batch.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,11 +22,13 @@ from quant_eval.measuring.sequential import BlockQuantizer, Buffers
 from quant_eval.measuring.streams import Evaluated, Stream, evaluated_stream
 from quant_eval.model.activations import Activations
 from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.quantizer import QuantSpec
 from quant_eval.settings import ComputeSettings
-from quant_eval.specs import QuantSpec
 from quant_eval.transforms.placement import places_of
 
 Finished = Callable[[int, Block], None]
+# With all blocks quantized, None if nothing is evaluated; with one alone; with all but that.
+LossesOfVariant = tuple[PairedLosses | None, list[PairedLosses], list[PairedLosses]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Variant:
 
     Attributes:
         calibration_NL: token ids its Hessians are estimated on; None for methods without them.
-        library: opens the model as another project's library quantized it; None for own methods.
+        library: opens the model as another project's library quantized it; None for ours.
         keep: takes the codes of every linear, for a checkpoint.
         finished: takes every quantized block.
         by_block: whether each block is also quantized alone, and all but it.
@@ -94,10 +95,10 @@ def walk(
     do not fit the memory.
     """
     passes = _Passes(model, variants, data, compute, ranks)
-    own = [number for number, variant in enumerate(variants) if not variant.library]
+    ours = [number for number, variant in enumerate(variants) if not variant.library]
     together = passes.room.together
     groups = [[number] for number, variant in enumerate(variants) if variant.library]  # may fail
-    groups += [own[start : start + together] for start in range(0, len(own), together)]
+    groups += [ours[start : start + together] for start in range(0, len(ours), together)]
     quantized: dict[int, Quantized] = {}
     for numbers in groups:
         results = passes.quantize([variants[number] for number in numbers])
@@ -146,18 +147,11 @@ class _Passes:
             ]
             models = [library[0] if library else None for library in libraries]
             errors, evaluated = self._pass(variants, models)
-        losses = iter(self._losses(evaluated))
         reports = [library[1] if library else None for library in libraries]
+        losses = self._losses(evaluated) or [(None, [], [])] * len(variants)
         return [
-            Quantized(
-                self.room,
-                report,
-                own,
-                next(losses, None),
-                [next(losses) for _ in text.alone] if text else [],
-                [next(losses) for _ in text.others] if text else [],
-            )
-            for report, own, text in zip_longest(reports, errors, evaluated)
+            Quantized(self.room, report, linears, *losses_of_variant)
+            for report, linears, losses_of_variant in zip(reports, errors, losses, strict=True)
         ]
 
     def _pass(
@@ -190,8 +184,8 @@ class _Passes:
             self._final = full.activations
         return errors, evaluated
 
-    def _losses(self, evaluated: Sequence[Evaluated]) -> list[PairedLosses]:
-        """Return the losses of each variant, of its blocks alone, then of all but each block."""
+    def _losses(self, evaluated: Sequence[Evaluated]) -> list[LossesOfVariant]:
+        """Return the losses of each variant, of its blocks alone, and of all but each block."""
         if self._data is None or self._final is None:
             return []
         activations = [
@@ -200,7 +194,13 @@ class _Passes:
             for stream in (text.quantized, *text.alone, *text.others)
         ]
         head = self._model.head()
-        return paired_losses(head, self._final, activations, self._data, self._share, self._ranks)
+        losses = iter(
+            paired_losses(head, self._final, activations, self._data, self._share, self._ranks)
+        )
+        return [
+            (next(losses), [next(losses) for _ in text.alone], [next(losses) for _ in text.others])
+            for text in evaluated
+        ]
 
     def _evaluated(self) -> Stream | None:
         if self._data is None:
@@ -214,8 +214,8 @@ class _Passes:
             # a rank calibrates with its share of the sequences
             if (draw_NL := variant.calibration_NL) is not None:
                 share = self._ranks.share(len(draw_NL))
-                own_NL = draw_NL[share.start : share.stop]
-                batches = [*own_NL.split(self._compute.batch_size)] if len(own_NL) else []
+                share_NL = draw_NL[share.start : share.stop]
+                batches = [*share_NL.split(self._compute.batch_size)] if len(share_NL) else []
                 context = self._model.context(draw_NL.shape[1])
             stream = Stream(self._model, batches, on_device=self.room.on_device)
             quantizers.append(

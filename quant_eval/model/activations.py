@@ -40,8 +40,8 @@ class Activations:
         self.shapes, self._width, self._dtype = shapes, width, dtype
         self._device, self._on_device = device, on_device
         sizes = [batch * length * width for batch, length in shapes]
-        place = device if on_device else torch.device("cpu")
-        flat = torch.empty(sum(sizes), dtype=dtype, device=place, pin_memory=not on_device)
+        kept_on = device if on_device else torch.device("cpu")
+        flat = torch.empty(sum(sizes), dtype=dtype, device=kept_on, pin_memory=not on_device)
         self._batches: list[Tensor] = [
             part.view(*shape, width)
             for part, shape in zip(flat.split(sizes), shapes, strict=True)
@@ -89,8 +89,8 @@ class Activations:
         copied = self.like()
         if self._copying is not None:
             self._copying.synchronize()  # the host copies below
-        for own_BLD, batch_BLD in zip(copied._batches, self._batches, strict=True):
-            own_BLD.copy_(batch_BLD)
+        for target_BLD, batch_BLD in zip(copied._batches, self._batches, strict=True):
+            target_BLD.copy_(batch_BLD)
         return copied
 
     def _fetch(self, index: int, copying: torch.cuda.Stream) -> _Ahead:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from base.errors import UserError
 from ckpt_tools.formats.weights import Weights, read_whole
-from ckpt_tools.hf.forward import check_shapes, empty_model, names_in_files, read_config
-from quant_eval.model.families import LAYERS, Family, family_of
+from ckpt_tools.hf.configuration import read_config
+from ckpt_tools.hf.forward import check_shapes, empty_model, names_in_files
+from train.model.families import LAYERS, family_of
+from train.model.families.family import Family
 
 
 class Block:
@@ -59,10 +61,10 @@ class Block:
 
     def gain(self, site: str) -> Tensor | None:
         """Return the gain of the norm whose outputs a site reads, None if there is no such norm."""
-        places = {"attention_in": 0, "mlp_in": 1}
-        if self.family.norms == "after" or site not in places:
+        norms = {"attention_in": 0, "mlp_in": 1}
+        if self.family.norms == "after" or site not in norms:
             return None
-        gain: Tensor | None = getattr(self._norms[places[site]], "weight", None)
+        gain: Tensor | None = getattr(self._norms[norms[site]], "weight", None)
         return gain
 
     def __call__(self, x_BLD: Tensor, context: dict[str, Any]) -> Tensor:

@@ -1,1 +1,1 @@
-"""Rounding of the linears of a model: rows over ranks, two precisions, and trellis codes."""
+"""The algorithms of our quantizers: grids, GPTQ, two precisions, trellis codes."""

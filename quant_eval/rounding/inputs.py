@@ -8,8 +8,8 @@ Shapes: I input features.
 import torch
 from torch import Tensor
 
+from base.hessian import InputHessian
 from base.ranks import Ranks
-from base.rounding.hessian import InputHessian
 
 
 class InputStatistics:

@@ -1,24 +1,25 @@
 """Atom and QUIK: GPTQ with the loudest inputs last, in 8 bits or as they are.
 
 Atom (Zhao et al. 2023, arXiv:2310.19102), QUIK (Ashkboos et al. 2023, arXiv:2310.09259). Both pick
-the inputs of the largest H_ii: `order` puts them last. So the errors of the other inputs, the rest,
-are pushed into weights that have finer grids, or none. `casts.mixed` casts inputs in the same way.
+the inputs of the largest H_ii: `kept_last` puts them last. So the errors of the other inputs, the
+rest, are pushed into weights that have finer grids, or none. `casts.activations.MixedCast` casts
+inputs in the same way.
 
 Shapes: O output features (rows), I input features, K of them kept, R the rest.
 """
 
+import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from base.ranks import Ranks
-from base.rounding.gptq import BLOCK_COLUMNS, Preparation, gptq, gptq_with_errors
-from base.rounding.grid import Rounded, check_scales
-from base.rounding.order import num_kept
-from quant_eval.specs import QuantSpec
-
-ATOM_BITS = 8  # of the kept inputs and their weights
+from quant_eval.group import Rounded
+from quant_eval.quantizer import ColumnSpec
+from quant_eval.rounding.gptq import BLOCK_COLUMNS, Preparation, gptq, gptq_with_errors
+from quant_eval.rounding.grid import check_scales
 
 Part = Rounded | Tensor  # a tensor: weights that are not rounded, fp32
 
@@ -54,35 +55,42 @@ class Mixed:
 
 
 @torch.no_grad()
-def round_mixed(weight_OI: Tensor, preparation: Preparation, spec: QuantSpec) -> Mixed:
+def round_mixed(
+    weight_OI: Tensor,
+    preparation: Preparation,
+    spec: ColumnSpec,
+    num_kept: int,
+    kept_bits: int | None,
+) -> Mixed:
     """Round all inputs but the kept ones by GPTQ, then move the kept ones to make good the errors.
 
-    Atom then rounds the kept ones by GPTQ too, in 8 bits, on grids fitted to the weights as moved;
-    QUIK leaves them. Groups, of either part, are formed along its inputs in natural order; without
-    groups each part has one grid per row. (The authors of Atom round the kept ones to nearest, on
-    one grid per row.) With no input kept it is GPTQ, with all it is GPTQ in 8 bits, or nothing.
+    With `kept_bits` the kept ones are then rounded by GPTQ too, on grids fitted to the weights as
+    moved. Groups, of either part, are formed along its inputs in natural order; without groups each
+    part has one grid per row. (The authors of Atom round the kept ones to nearest, on one grid per
+    row.) With no input kept it is GPTQ, with all it is GPTQ to `kept_bits`, or nothing.
 
     Rows do not interact: on a CPU every row comes out the same whichever are computed with it.
 
     Args:
         weight_OI: of linears that read one input, stacked.
-        preparation: by `prepare` for this spec, whose order has the kept inputs last.
-        spec: of method atom or quik.
+        preparation: by `factored`, of an order that has the kept inputs last.
+        spec: the grids of the inputs that are not kept; columns in natural order.
+        num_kept: how many are.
+        kept_bits: of the kept inputs' weights; None: they are not rounded.
 
     Raises:
         UserError: a weight is not finite.
 
     Example: 1.4 is rounded to 7 steps of 2.8 / 15; QUIK keeps 0.9 and adds its share of the error.
-        >>> from base.rounding.gptq import prepare
-        >>> from quant_eval.specs import parse_spec
-        >>> spec = parse_spec("quik-b4-perchannel-keep0.5")
+        >>> from quant_eval.rounding.gptq import prepare
+        >>> spec = ColumnSpec(bits=4, group_size=None)
         >>> prepared = prepare(torch.tensor([[1.0, 0.5], [0.5, 4.0]]).double(), spec, "a weight")
-        >>> dense_OI = round_mixed(torch.tensor([[1.4, 0.9]]), prepared, spec).dense()
+        >>> dense_OI = round_mixed(torch.tensor([[1.4, 0.9]]), prepared, spec, 1, None).dense()
         >>> [round(weight, 4) for weight in dense_OI[0].tolist()]
         [1.3067, 0.9113]
     """
     num_inputs = len(preparation.order_I)
-    num_rest = num_inputs - num_kept(spec, num_inputs)
+    num_rest = num_inputs - num_kept
     first, last = slice(0, num_rest), slice(num_rest, num_inputs)
     rest_I, kept_I = preparation.order_I[first], preparation.order_I[last]
     rest: Part | None = None
@@ -93,13 +101,32 @@ def round_mixed(weight_OI: Tensor, preparation: Preparation, spec: QuantSpec) ->
         rest_OR, prepared = weight_OI[:, rest_I], _part(preparation, first)
         rest, errors_RO = gptq_with_errors(rest_OR, prepared, spec)
         kept_OK = _moved(kept_OK, preparation.factor_II[first, last], errors_RO)
-    if len(kept_I) and spec.method == "atom":
-        in_eight_bits = spec.model_copy(update={"bits": ATOM_BITS})
-        kept = gptq(kept_OK, _part(preparation, last), in_eight_bits)
-    elif len(kept_I):
+    if num_kept and kept_bits:
+        in_more_bits = spec.model_copy(update={"bits": kept_bits})
+        kept = gptq(kept_OK, _part(preparation, last), in_more_bits)
+    elif num_kept:
         check_scales(kept_OK, weight_OI, spec)
         kept = kept_OK
     return Mixed(rest, kept, rest_I, kept_I)
+
+
+def num_kept(share: float, group_size: int | None, width: int) -> int:
+    """Return how many of `width` inputs are kept: their share, rounded up to groups.
+
+    Example:
+        >>> num_kept(0.03, group_size=128, width=4096)
+        128
+    """
+    size = group_size or 1
+    exact = Fraction(str(share))  # the exact decimal: 0.07 of 100 inputs are 7
+    return math.ceil(exact * width / size) * size
+
+
+def kept_last(diagonal_I: Tensor, count: int) -> Tensor:
+    """Return the features in natural order, but the `count` with the largest H_ii last."""
+    is_kept_I = torch.zeros_like(diagonal_I, dtype=torch.bool)
+    is_kept_I[diagonal_I.argsort(descending=True, stable=True)[:count]] = True
+    return is_kept_I.int().argsort(stable=True)
 
 
 def _part(preparation: Preparation, positions: slice) -> Preparation:

@@ -1,6 +1,6 @@
 """QTIP (Tseng et al. 2024, arXiv:2406.11235): trellis codes of tiles of a weight, in GPTQ's order.
 
-`measuring.groups` calls `qtip`, and `sizes.check_tiles` before a model is read. The code of a tile
+`quantizers.qtip` calls `qtip`, and `sizes.check_tiles` before a model is read. The code of a tile
 is in `trellis_code`.
 
 Shapes: O output features (rows), I input features, B columns of a block, R tiles of 16 rows, T
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from base.errors import UserError
-from base.ranks import ALONE, Ranks
-from base.rounding.gptq import ROW_MULTIPLE, prepare
+from quant_eval.group import Group
+from quant_eval.rounding.gptq import ROW_MULTIPLE, factored
 from quant_eval.rounding.trellis_code import Trellis
 from quant_eval.sizes import TILE, check_tiles
-from quant_eval.specs import QuantSpec
 from quant_eval.transforms.hadamard import hadamard_steps
 from quant_eval.transforms.steps import Transform, compose
 
@@ -27,16 +26,7 @@ DEVIATION = 0.9
 
 
 @torch.no_grad()
-def qtip(
-    weight_OI: Tensor,
-    hessian_II: Tensor,
-    spec: QuantSpec,
-    seed: Sequence[int],
-    name: str,
-    products: torch.dtype = torch.float64,
-    sizes: Sequence[int] | None = None,
-    ranks: Ranks = ALONE,
-) -> Tensor:
+def qtip(group: Group, bits: int, states: int, damping: float) -> Tensor:
     """Return the quantized weights of linears that read one input, in the basis they are given in.
 
     With S and T random signs times a Hadamard matrix, W' = S^T W T is rounded on inputs with the
@@ -48,14 +38,10 @@ def qtip(
     on a CPU the bits do not depend on the number of ranks.
 
     Args:
-        weight_OI: the linears, stacked along O.
-        hessian_II: float64, the mean of x x^T of their inputs.
-        spec: bits, states and damping.
-        seed: of the random signs.
-        name: of a linear, for messages.
-        products: dtype that the Hessian's products were summed in.
-        sizes: output features of each linear; None: there is one linear.
-        ranks: that share the rows; every rank has to call it.
+        group: the linears, and the seed of the random signs.
+        bits: of a weight.
+        states: log2 of those of the trellis.
+        damping: of the Hessian.
 
     Returns:
         fp32 [O, I].
@@ -64,22 +50,25 @@ def qtip(
         UserError: a width has no tiles or Hadamard matrix, the Hessian is not positive definite, or
             a weight is not finite.
     """
-    assert spec.states is not None
-    sizes = sizes or [len(weight_OI)]
+    weight_OI, sizes, name, ranks = group.weight_OI, list(group.sizes), group.name, group.ranks
     for width, side in ((weight_OI.shape[1], "inputs"), *((size, "outputs") for size in sizes)):
-        check_tiles(width, f"{side} of {name}", spec.bits)
+        check_tiles(width, f"{side} of {name}", bits)
 
     # incoherent inputs and outputs
     device = weight_OI.device
-    inputs = _rotation(weight_OI.shape[1], [*seed, 0], device)
-    outputs = [_rotation(size, [*seed, i + 1], device) for i, size in enumerate(sizes)]
-    prepared = prepare(inputs.hessian(hessian_II), spec, name, products, ranks)
-    trellis = Trellis(spec.bits, spec.states, device)
+    inputs = _rotation(weight_OI.shape[1], [*group.seed, 0], device)
+    outputs = [_rotation(size, [*group.seed, i + 1], device) for i, size in enumerate(sizes)]
+    assert group.hessian_II is not None
+    natural_I = torch.arange(weight_OI.shape[1], device=device)
+    prepared = factored(
+        inputs.hessian(group.hessian_II), natural_I, damping, name, group.products, ranks
+    )
+    trellis = Trellis(bits, states, device)
 
     # weights to the deviation of the code, each linear by its own scale
     rotated, scales = [], []
-    for own_OI, output in zip(weight_OI.split(list(sizes)), outputs, strict=True):
-        rotated.append(output.weight(inputs.weight(own_OI.float()).T).T)
+    for part_OI, output in zip(weight_OI.split(sizes), outputs, strict=True):
+        rotated.append(output.weight(inputs.weight(part_OI.float()).T).T)
         scales.append(rotated[-1].double().square().mean().sqrt().float() / DEVIATION)
     if not all(bool(scale.isfinite()) for scale in scales):
         raise UserError(
@@ -87,23 +76,25 @@ def qtip(
             " 'python -m ckpt_tools inspect --verify'"
         )
     # a linear of zeros stays one, with a scale of 0
-    unit_OI = torch.cat([own / (scale or 1.0) for own, scale in zip(rotated, scales, strict=True)])
+    unit_OI = torch.cat(
+        [part / (scale or 1.0) for part, scale in zip(rotated, scales, strict=True)]
+    )
 
     # the codes, and back to the basis of the weights
     share = ranks.share(len(unit_OI) // TILE)
-    own_OI = unit_OI[share.start * TILE : share.stop * TILE]
-    codes = ranks.gather(round_tiles(own_OI, prepared.factor_II, trellis), len(unit_OI) // TILE)
+    rows_OI = unit_OI[share.start * TILE : share.stop * TILE]
+    codes = ranks.gather(round_tiles(rows_OI, prepared.factor_II, trellis), len(unit_OI) // TILE)
     parts = []
-    quantized = dense_tiles(codes, trellis).split(list(sizes))
-    for own_OI, scale, output in zip(quantized, scales, outputs, strict=True):
-        parts.append(output.restored((own_OI * scale).T).T)
+    quantized = dense_tiles(codes, trellis).split(sizes)
+    for part_OI, scale, output in zip(quantized, scales, outputs, strict=True):
+        parts.append(output.restored((part_OI * scale).T).T)
     return inputs.restored(torch.cat(parts))
 
 
 def round_tiles(weight_OI: Tensor, factor_II: Tensor, trellis: Trellis) -> Tensor:
     """Return the codes of all tiles of a weight, uint8 [R, I / 16, C]: BlockLDLQ.
 
-    With F of `gptq.prepare`, the objective of the error E of all weights is tr(E A E^T) = tr((E
+    With F of `gptq.factored`, the objective of the error E of all weights is tr(E A E^T) = tr((E
     F^-1) D (E F^-1)^T), where D is diagonal. GPTQ rounds a column at a time, E = e F. Here block b
     of columns is rounded as a whole to what is nearest, and its error E_b, the difference from what
     it was then, moves the later columns by

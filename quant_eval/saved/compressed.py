@@ -13,7 +13,7 @@ vLLM's loader (vllm/model_executor/layers/quantization/compressed_tensors) is fo
   a token; int-quantized for W8A8; float-quantized for FP8; mxfp8-quantized, mxfp4-pack-quantized,
   nvfp4-pack-quantized. `format` is that of the group too. Zero points only where asymmetric.
 - linears that it fuses (q, k, v; gate, up) have one global scale, and one scale of a tensor: theirs
-  are fitted together (`base.rounding.levels`, `casts.activations`).
+  are fitted together (`rounding.grid`, `casts.activations`).
 - groups are neighbouring inputs (actorder "group" is gone from compressed-tensors 0.19).
 - an FP8 cache has one symmetric scale per tensor. Transforms: see `hadamard`.
 Its kernels take 4 and 8 bits, groups of 32, 64 and 128 or a row, everywhere; the other widths, MX
@@ -29,24 +29,32 @@ import torch
 from torch import Tensor, nn
 
 from base.errors import UserError
-from base.rounding.grid import Rounded
-from base.rounding.levels import local_scales
 from ckpt_tools.formats.weights import Described, Weights, read_whole
+from quant_eval.casts.activations import cast_args
+from quant_eval.casts.attention import CacheCast, RotatedCast, ScaledCast, attach
 from quant_eval.casts.linear import CastLinear
+from quant_eval.group import Rounded
 from quant_eval.model.streamed import Block
+from quant_eval.quantizer import COMPRESSED, GridSpec, QuantSpec
+from quant_eval.quantizers import QUANTIZERS
+from quant_eval.rounding.grid import PRESETS, local_scales
 from quant_eval.saved.hadamard import INPUT, OUTPUT, HadamardTransforms, is_stored_matrix
-from quant_eval.saved.restored import cast_cache, cast_inputs, transform
-from quant_eval.saved.schemes import cache_args, check_spec, scheme_of
-from quant_eval.specs import QuantSpec
 from quant_eval.transforms.steps import Transform
 
 if TYPE_CHECKING:  # they take seconds to import
-    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from transformers import PretrainedConfig
 
 TRANSFORMS = "transform_config"  # key in `quantization_config`
 GROUP = "group_0"
 WORD_BITS = 32
+FLOATS = {  # compressed-tensors' names of the formats of weights
+    "fp8": "float-quantized",
+    "mxfp8": "mxfp8-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "nvfp4": "nvfp4-pack-quantized",
+}
+SMALL_INTEGERS = ("ternary", "binary")  # -1, 0 and 1 are integers of two bits
 
 
 class CompressedFormat:
@@ -264,3 +272,107 @@ def decompress(parts: Mapping[str, Tensor], scheme: "QuantizationScheme") -> Ten
 
 def _linears(block: Block) -> dict[str, nn.Linear]:
     return {name: linear for group in block.linears() for name, linear in group.items()}
+
+
+def check_spec(spec: QuantSpec) -> None:
+    """Refuse a spec that the format cannot hold."""
+    instead = "measure it without --save" if spec.casts else "write its weights with --dense"
+    kept = [each.method for each in QUANTIZERS if COMPRESSED in each.saved and each.rounds_weights]
+    problem = None
+    if COMPRESSED not in spec.saved:
+        problem = (
+            f"codes of {spec.method} are not kept; give one of {' or '.join(kept)}, or {instead}"
+        )
+    elif not spec.rounds_weights and spec.activations:
+        problem = "the format casts activations of quantized linears alone; give w8a8 or fp8"
+    elif spec.kv and spec.kv != "fp8":
+        problem = "checkpoints hold scales of an FP8 cache alone; give kvfp8"
+    elif isinstance(spec, GridSpec):
+        problem = _problem_of_grids(spec)
+    if problem:
+        raise UserError(f"spec {spec.name} cannot be saved: {problem}")
+
+
+def _problem_of_grids(spec: GridSpec) -> str | None:
+    if "fp8e5m2" in (spec.format, spec.activations):
+        return "compressed-tensors has no E5M2; give fp8"
+    if spec.group_size and not spec.groups_are_ranges:
+        return (
+            "compressed-tensors holds groups of neighbouring inputs; give actorder-static,"
+            " groupaware or perchannel, or -s16 for GPTQ's format"
+        )
+    if spec.activations and spec.format == "int" and not spec.symmetric:
+        return "engines take activations with symmetric weights alone; leave -asym out"
+    return None
+
+
+def scheme_of(spec: QuantSpec) -> "QuantizationScheme | None":
+    """Return the scheme that quantizes the linears, None if they are not quantized."""
+    from compressed_tensors.quantization import QuantizationScheme
+
+    if not isinstance(spec, GridSpec):
+        return None
+    inputs = cast_args(spec.activations, spec.static_activations) if spec.activations else None
+    is_whole = spec.format == "int" and spec.bits == 8 and spec.activations == "int8"
+    return QuantizationScheme(
+        targets=["Linear"],
+        weights=_weight_args(spec),
+        input_activations=inputs,
+        format=FLOATS.get(spec.format, "int-quantized" if is_whole else "pack-quantized"),
+    )
+
+
+def _weight_args(spec: GridSpec) -> "QuantizationArgs":
+    from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+
+    if spec.format in FLOATS:
+        is_static = spec.format == "fp8" and spec.static_activations
+        preset = "FP8" if is_static else PRESETS[spec.format]
+        return preset_name_to_scheme(preset, ["Linear"]).weights
+    return QuantizationArgs(
+        num_bits=2 if spec.format in SMALL_INTEGERS else spec.bits,
+        symmetric=spec.format in SMALL_INTEGERS or spec.symmetric,
+        strategy="group" if spec.group_size else "channel",
+        group_size=spec.group_size,
+    )
+
+
+def cache_args() -> "QuantizationArgs":
+    """Return the arguments that quantize an FP8 cache."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    return QuantizationArgs(num_bits=8, type="float", strategy="tensor")
+
+
+def cast_inputs(linear: nn.Linear, args: "QuantizationArgs", scales: dict[str, Tensor]) -> None:
+    """Let a linear cast its inputs, as compressed-tensors does it."""
+    from compressed_tensors.quantization import (
+        QuantizationScheme,
+        QuantizationStatus,
+        initialize_module_for_quantization,
+    )
+
+    scheme: Any = QuantizationScheme(targets=["Linear"], input_activations=args)
+    initialize_module_for_quantization(linear, scheme, force_zero_point=False)
+    linear.quantization_status = QuantizationStatus.DECOMPRESSED
+    for key, scale in scales.items():
+        linear.get_parameter(key).data.copy_(scale)
+
+
+def transform(linear: nn.Linear, inputs: Transform | None, outputs: Transform | None) -> None:
+    """Let a linear transform its inputs, and its outputs back to the model's basis."""
+    device = linear.weight.device
+    if inputs is not None:
+        forth = inputs.to(device)
+        linear.register_forward_pre_hook(lambda _, arguments: (forth.inputs(arguments[0]),))
+    if outputs is not None:
+        back = outputs.to(device)
+        linear.register_forward_hook(lambda _, arguments, computed: back.restored(computed))  # noqa: ARG005
+
+
+def cast_cache(block: Block, keys: Tensor, values: Tensor) -> None:
+    """Let a block's attention read keys and values through FP8 with these scales."""
+    casts = [ScaledCast(torch.ones(1), owner) for owner in ("keys", "values")]
+    for cast, scale in zip(casts, (keys, values), strict=True):
+        cast.scale = scale
+    attach(block, CacheCast(*map(RotatedCast, casts)))

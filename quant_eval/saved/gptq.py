@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from base.errors import UserError
 from base.frozen import Frozen
-from base.rounding.grid import Rounded
 from ckpt_tools.formats.weights import Described, Weights
+from quant_eval.group import Rounded
 from quant_eval.model.streamed import Block
-from quant_eval.specs import QuantSpec
+from quant_eval.quantizer import GridSpec, QuantSpec
 from quant_eval.transforms.steps import Transform
 
 Format = Literal["gptq", "gptq_v2"]
@@ -64,6 +64,7 @@ def settings_of(spec: QuantSpec) -> GPTQSettings:
 
     UserError if the saved weights would not be the measured ones, or no loader takes them.
     """
+    assert isinstance(spec, GridSpec)
     assert spec.scales == "fp16", "the format holds no other scales"
     if spec.bits not in (2, 3, 4, 8):
         raise UserError(
@@ -80,7 +81,7 @@ def settings_of(spec: QuantSpec) -> GPTQSettings:
         bits=spec.bits,  # type: ignore[arg-type]  # checked above
         group_size=spec.group_size or WHOLE_ROW,
         desc_act=False,
-        sym=bool(spec.symmetric),
+        sym=spec.symmetric,
         checkpoint_format=checkpoint_format,
         format=checkpoint_format,
     )
@@ -161,7 +162,7 @@ def pack(rounded: Rounded, bits: int, checkpoint_format: Format) -> dict[str, Te
 
     Example: 32 x 32 codes of 4 bits are 4 words of 32 bits for every output.
         >>> from quant_eval.specs import parse_spec
-        >>> from base.rounding.grid import round_to_nearest
+        >>> from quant_eval.rounding.grid import round_to_nearest
         >>> rounded = round_to_nearest(torch.eye(32), parse_spec("rtn-b4-g32-s16"))
         >>> tensors = pack(rounded, 4, "gptq_v2")
         >>> {name: tuple(tensor.shape) for name, tensor in tensors.items()}

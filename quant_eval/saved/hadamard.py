@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from base.errors import UserError
-from quant_eval.model.families import SITES, family_of
-from quant_eval.specs import QuantSpec
+from quant_eval.quantizer import QuantSpec
 from quant_eval.transforms.hadamard import hadamard_steps
 from quant_eval.transforms.placement import RESIDUAL_SIGNS, Place, places_of
 from quant_eval.transforms.steps import Transform, compose
+from train.model.families import SITES, family_of
 
 if TYPE_CHECKING:  # they take seconds to import
     from compressed_tensors.transform import TransformArgs, TransformConfig

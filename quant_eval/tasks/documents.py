@@ -13,8 +13,8 @@ from huggingface_hub import HfApi, constants
 from base.errors import UserError
 from base.files import sha256_of
 from base.reading import nested_deeper
-from quant_eval.tasks.table import PaperTask
-from train.data.reading import json_lines
+from quant_eval.paper_tasks import PaperTask
+from train.data.documents import json_lines
 
 TIMEOUT_SECONDS = 30.0
 FEWSHOT_SUFFIX = ".fewshot.jsonl"
@@ -25,7 +25,7 @@ MOST_DEPTH = 8  # of a document; the time of making a dataset doubles with each
 
 
 @dataclass(frozen=True)
-class Source:
+class TaskDocuments:
     """The documents of one task of lm-eval: splits under its names for them.
 
     Attributes:
@@ -38,7 +38,9 @@ class Source:
     file: Path | None = None
 
 
-Sources = tuple[dict[str, Any], dict[str, Source]]  # a record for the result, sources by leaf
+Sources = tuple[
+    dict[str, Any], dict[str, TaskDocuments]
+]  # a record for the result, sources by leaf
 
 
 def from_hub(row: PaperTask, configs: dict[str, str | None]) -> Sources:
@@ -59,7 +61,7 @@ def from_hub(row: PaperTask, configs: dict[str, str | None]) -> Sources:
         overrides = dict(row.overrides)
         if row.fewshot not in splits:
             overrides, fewshot = overrides | _own_examples(row), OWN_EXAMPLES
-        sources[leaf] = Source(splits, overrides)
+        sources[leaf] = TaskDocuments(splits, overrides)
     record = {"dataset": row.dataset, "config": row.config, "revision": revision, "note": row.note}
     return record | {"evaluated": row.evaluated, "fewshot": fewshot}, sources
 
@@ -128,7 +130,7 @@ def from_files(row: PaperTask, leaves: list[str], directory: Path) -> Sources:
             hashes[str(examples_of(path))] = sha256_of(examples_of(path))
         else:
             overrides |= _own_examples(row)
-        sources[leaf] = Source(DatasetDict(splits), overrides, path)
+        sources[leaf] = TaskDocuments(DatasetDict(splits), overrides, path)
     drawn_from = f"*{FEWSHOT_SUFFIX}" if with_examples else OWN_EXAMPLES
     return {"files": hashes, "evaluated": "all", "fewshot": drawn_from}, sources
 
@@ -145,14 +147,14 @@ def _read(path: Path) -> Dataset:
             " the task out of --tasks"
         )
     documents: list[Any] = []
-    for place, document in json_lines(path):
+    for line, document in json_lines(path):
         documents.append(document)
         # a Dataset would fill what is missing in a line with nulls, and lm-eval score those
         if nested_deeper(document, MOST_DEPTH):
-            raise UserError(f"{place} is nested more than {MOST_DEPTH} deep; correct it")
+            raise UserError(f"{line} is nested more than {MOST_DEPTH} deep; correct it")
         if not isinstance(document, dict) or _fields(document) != _fields(documents[0]):
             raise UserError(
-                f"{place} is not an object with the fields of the first line and their types,"
+                f"{line} is not an object with the fields of the first line and their types,"
                 f" {', '.join(_fields(documents[0]))}; correct it"
             )
     if not documents:

@@ -15,9 +15,9 @@ from lm_eval.config.group import AggMetricConfig
 from lm_eval.tasks import TaskManager
 
 from base.errors import UserError
+from quant_eval.paper_tasks import MMLU_TAGS, PAPER_TASKS, PaperTask
 from quant_eval.settings import TaskSettings
-from quant_eval.tasks.documents import Source, examples_of, from_files, from_hub
-from quant_eval.tasks.table import MMLU_TAGS, PAPER_TASKS, PaperTask
+from quant_eval.tasks.documents import TaskDocuments, examples_of, from_files, from_hub
 
 # What lm-eval's definitions raise on a document that does not fit them.
 UNFIT = (
@@ -88,7 +88,7 @@ def _load(row: PaperTask, manager: TaskManager, settings: TaskSettings) -> Loade
     return LoadedTask(row.name, scored, tuple(sources), record, unanswerable)
 
 
-def _build(row: PaperTask, leaf: str, source: Source, manager: TaskManager) -> Any:
+def _build(row: PaperTask, leaf: str, source: TaskDocuments, manager: TaskManager) -> Any:
     """Return lm-eval's task of that name on our documents, otherwise as lm-eval defines it."""
 
     def documents(**_metadata: Any) -> DatasetDict:
@@ -106,14 +106,14 @@ def _build(row: PaperTask, leaf: str, source: Source, manager: TaskManager) -> A
         ) from None
 
 
-def _check(task: Any, row: PaperTask, source: Source, settings: TaskSettings) -> int:
+def _check(task: Any, row: PaperTask, source: TaskDocuments, settings: TaskSettings) -> int:
     """Return the number of items without an answer, which local files must not have."""
     problems = _problems(task, list(task.eval_docs)[: settings.limit])
     if source.file is None:
         return len(problems)
     pool = list(task.fewshot_docs())
-    own = task.fewshot_cfg.split == row.evaluated
-    examples = source.file if own else examples_of(source.file)
+    is_shared = task.fewshot_cfg.split == row.evaluated
+    examples = source.file if is_shared else examples_of(source.file)
     for path, by_index in ((source.file, problems), (examples, _problems(task, pool))):
         for index, problem in by_index.items():
             raise UserError(f"{path}, document {index + 1}: {problem}; correct the document")

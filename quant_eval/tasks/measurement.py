@@ -19,22 +19,20 @@ from quant_eval.measuring.measurement import LIBRARY_WORK
 from quant_eval.measuring.sequential import check_spec
 from quant_eval.measuring.texts import calibration_draw, open_text
 from quant_eval.measuring.walk import Variant, walk
-from quant_eval.model.families import ARCHITECTURES, LAYERS
 from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.quantizer import QuantSpec
+from quant_eval.quantizers import described
 from quant_eval.settings import CalibrationSettings, TaskSettings
-from quant_eval.specs import QuantSpec
 from quant_eval.tasks.loading import LoadedTask
 from quant_eval.tasks.paired import compare
 from quant_eval.tasks.scoring import SOFTMAX_DTYPE, evaluate_tasks
+from train.model.families import ARCHITECTURES, LAYERS
 
 LIBRARIES = ("lm-eval", "datasets", "transformers")
 
 
 def measure(
-    hf_dir: Path,
-    specs: Sequence[QuantSpec],
-    tasks: Sequence[LoadedTask],
-    settings: TaskSettings,
+    hf_dir: Path, specs: Sequence[QuantSpec], tasks: Sequence[LoadedTask], settings: TaskSettings
 ) -> Iterator[dict[str, Any]]:
     """Yield the content of each spec's result.json as soon as it is measured.
 
@@ -74,15 +72,15 @@ def measure(
         label = f"tasks, {spec.name}"
 
         # LLM.int8() mixes the sequences of a batch, and their padding.
-        size = 1 if spec.method == "int8" else settings.batch_size
-        own_settings = settings.model_copy(update={"batch_size": size})
-        answers = evaluate_tasks(quantized, tokenizer, tasks, own_settings, label, ranks)
+        size = 1 if spec.casts_inputs else settings.batch_size
+        batched = settings.model_copy(update={"batch_size": size})
+        answers = evaluate_tasks(quantized, tokenizer, tasks, batched, label, ranks)
         del quantized
         yield {
             "model": model,
             "spec": {
                 "name": spec.name,
-                **spec.model_dump(mode="json"),
+                **described(spec),
                 **settings.of_specs([spec]).described(sha256),
                 **shared,
                 "batch_size": size,

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from base.errors import UserError
 from base.statistics import INTERVAL_LEVEL
-from quant_eval.measuring.bootstrap import Floats
-from quant_eval.measuring.statistics import SAMPLES
+from quant_eval.measuring.statistics import SAMPLES, Floats
 from quant_eval.tasks.loading import LoadedTask
 from quant_eval.tasks.scoring import Answers
 

@@ -79,26 +79,26 @@ class _Model(HFLM):
 
         # this rank's share of the batches
         mine = _batches(requests, int(self.batch_size))[self.ranks.rank :: self.ranks.size]
-        own: dict[int, tuple[float, bool]] = {}
+        answers: dict[int, tuple[float, bool]] = {}
         total = sum(map(len, mine))
         with redirect_stderr(self.stderr), Progress(self.label, total=total) as progress:
             for batch in mine:
                 answered = super()._loglikelihood_tokens(
                     [requests[index] for index in batch], **(settings | {"disable_tqdm": True})
                 )
-                own |= zip(batch, answered, strict=True)
+                answers |= zip(batch, answered, strict=True)
                 progress.advance(len(batch))
 
         # the answers of all ranks, in the order of the requests
-        for part in self.ranks.gather_values(own):
-            own |= part
-        answers = [own[index] for index in range(len(requests))]
-        if not all(math.isfinite(value) for value, _ in answers):
+        for part in self.ranks.gather_values(answers):
+            answers |= part
+        ordered = [answers[index] for index in range(len(requests))]
+        if not all(math.isfinite(value) for value, _ in ordered):
             raise UserError(
                 f"{self.label}: a log-likelihood is not finite; check the model's weights for"
                 " overflow"
             )
-        return answers
+        return ordered
 
 
 def _batches(requests: Sequence[Request], size: int) -> list[list[int]]:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, assert_never
 from torch import Tensor
 
 from base.errors import UserError
-from quant_eval.model.families import SITES
 from quant_eval.transforms.duquant import duquant_steps
 from quant_eval.transforms.hadamard import hadamard_steps
 from quant_eval.transforms.placement import RESIDUAL_SIGNS, Place, Places
 from quant_eval.transforms.steps import Diagonal, Step, Transform, compose
+from train.model.families import SITES
 
 if TYPE_CHECKING:
-    from quant_eval.specs import QuantSpec
+    from quant_eval.quantizer import QuantSpec
 
 
 @dataclass(frozen=True)

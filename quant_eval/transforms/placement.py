@@ -2,8 +2,10 @@
 
 Everything is computed as y = L Q_w(L^T W T) Q_a(T^-1 x), with a T per site and an L per linear, so
 any T and L would be exact. But a rotation L of outputs is free in use only if the next linear's T
-undoes it, with nothing in between that a rotation does not pass: `check_places` refuses what could
-not be fused. `measuring.walk` asks for the places of a spec, `fitting` fits their transforms.
+undoes it, with nothing in between that a rotation does not pass. Queries and keys pass rope and, on
+some architectures, a norm, so no weights of theirs are rotated; values may be clipped, and the
+residual stream passes norms: `places_of` refuses these. `measuring.walk` asks for the places of a
+spec, `fitting` fits their transforms.
 
 Shapes: D hidden features, F features of a head.
 """
@@ -14,7 +16,6 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from base.errors import UserError
-from quant_eval.model.families import Family
 from quant_eval.sizes import (
     check_fused,
     check_rotation,
@@ -24,11 +25,12 @@ from quant_eval.sizes import (
 )
 from quant_eval.transforms.hadamard import hadamard_matrix, hadamard_steps
 from quant_eval.transforms.steps import Transform, compose
+from train.model.families.family import Family
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from quant_eval.specs import QuantSpec
+    from quant_eval.quantizer import QuantSpec
 
 
 RESIDUAL_SIGNS = 0  # of QuaRot's R1, one for all blocks
@@ -131,7 +133,7 @@ def _quarot(
 
     # if nothing but the cache is rounded, nothing but R3 and R2 on cached keys and values is needed
     cached = hadamard_matrix(head) if spec.kv else None
-    if spec.method == "none" and not spec.activations:
+    if not spec.rounds_linears:
         return Places(sites, head_rotation=cached)
 
     # R1 at the inputs, or fused, which rotates the outputs that it is fused into
@@ -140,7 +142,14 @@ def _quarot(
     outputs = {} if spec.smooth is not None else {family.reading[-1]: _values(family, config)}
     if is_fused:
         outputs |= {family.writing: residual, family.mlp_writing: residual}
-    places = Places(
+    if family.reading[-1] in outputs and getattr(config, "clip_qkv", None) is not None:
+        raise UserError(
+            f"R2 cannot be fused on {config.model_type} with clip_qkv, which clips the values; give"
+            " had"
+        )
+    if is_fused:
+        check_fused(family, config.model_type)
+    return Places(
         sites={
             "attention_in": reading,
             "attention_out": replace(sites["attention_out"], kind="hadamard", block=head),
@@ -150,8 +159,6 @@ def _quarot(
         outputs=outputs,
         head_rotation=cached,
     )
-    check_places(places, family, config)
-    return places
 
 
 def _values(family: Family, config: "PretrainedConfig") -> Place:
@@ -165,55 +172,3 @@ def _values(family: Family, config: "PretrainedConfig") -> Place:
             3 * config.num_attention_heads * head, "hadamard", block=3 * head, kept=2 * head
         )
     return Place(config.num_key_value_heads * head, "hadamard", block=head)
-
-
-def check_places(places: Places, family: Family, config: "PretrainedConfig") -> None:
-    """Refuse rotations of outputs that the architecture cannot undo without a cost, by one reason.
-
-    Queries and keys pass rope and, on some architectures, a norm; values may be clipped; what the
-    MLP's first linears compute passes its activation function; the residual stream passes norms.
-    """
-    for name, place in places.outputs.items():
-        if name in family.mlp_reading:
-            _refuse(f"{name} cannot be rotated at its output: an activation function follows it")
-        if name in family.reading:
-            _check_values(name, place, places.sites["attention_out"], family, config)
-        if name in (family.writing, family.mlp_writing):
-            _check_residual(place, places, family, config)
-
-
-def _check_values(
-    name: str, place: Place, out: Place, family: Family, config: "PretrainedConfig"
-) -> None:
-    """Refuse rotated queries and keys, and values that attention or its output would not pass."""
-    head = head_features(config)
-    is_packed = len(family.reading) == 1
-    if name != family.reading[-1] or (is_packed and place.kept != 2 * head):
-        _refuse(
-            f"queries and keys cannot be rotated in the weights of {name}: rope or a norm follows"
-        )
-    if place.block is None or place.block - place.kept != head or out.block != head:
-        _refuse(f"R2 in {name} needs one rotation per head, and the same in front of attention_out")
-    if getattr(config, "clip_qkv", None) is not None:
-        reason = f"R2 cannot be fused on {config.model_type} with clip_qkv, which clips the values"
-        _refuse(reason, "give had")
-
-
-def _check_residual(
-    place: Place, places: Places, family: Family, config: "PretrainedConfig"
-) -> None:
-    """Refuse a rotated residual stream that the norms of the architecture do not pass."""
-    check_fused(family, config.model_type)
-    rotated = {name: places.outputs.get(name) for name in (family.writing, family.mlp_writing)}
-    if any(other != place for other in rotated.values()):
-        _refuse("R1 has to rotate all that is written to the residual stream alike")
-    for site in ("attention_in", "mlp_in"):
-        reading = places.sites[site]
-        if not reading.folds_gain:
-            _refuse(f"R1 cannot be fused while the gain of the norm before {site} is not folded")
-        if replace(reading, folds_gain=False) != place:
-            _refuse(f"R1 has to be undone at {site}")
-
-
-def _refuse(reason: str, advice: str = "give quarot") -> None:
-    raise UserError(f"{reason}; {advice}")

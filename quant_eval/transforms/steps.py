@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from base.rounding.hessian import mirror
+from base.hessian import mirror
 
 ORTHOGONAL = 1e-10  # the largest entry of M M^T - 1 of a matrix whose inverse is its transpose
 PART_ENTRIES = 1 << 17  # of rows on a CPU: three times as fast as 4,096 or 11,008 rows at once

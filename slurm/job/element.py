@@ -12,23 +12,42 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
+
 from base.errors import UserError
 from slurm import cluster
 from slurm.job import health
-from slurm.job.advancing import AdvancingBeside
 from slurm.job.rendezvous import torchrun_of_nodes
-from slurm.job.stop_files import ask_to_stop, forget_earlier_stops, stopped_by
-from slurm.job.supervision import end, say, wait_for
-from slurm.job.watch import Watch
+from slurm.job.supervision import (
+    Advancing,
+    HangWatch,
+    advance_at_end,
+    ask_to_stop,
+    end,
+    forget_earlier_stops,
+    say,
+    stopped_by,
+    wait_for,
+)
+from slurm.submission.advance import adopt
 from slurm.submission.arrays import FINAL
-from slurm.submission.excluded import exclude
-from slurm.submission.record import SLURM, existing_submission, submitting
-from slurm.submission.script import on_every_node, srun_prefix
-from slurm.submission.starts import Ending, position_of, record_end, record_start, restarts
+from slurm.submission.record import (
+    SLURM,
+    Element,
+    Ending,
+    exclude,
+    existing_submission,
+    position_of,
+    record_end,
+    record_start,
+    restarts,
+    submitting,
+)
+from slurm.submission.script import STOPS, allocation_options, on_every_node, srun_prefix
 from study.definition import load_study
 from study.machine.needs import Needs
 from study.pipeline.ledger import Ledger
-from study.pipeline.step import (
+from study.step import (
     COMMAND_PROMPT,
     Machine,
     Step,
@@ -38,18 +57,19 @@ from study.pipeline.step import (
     shown,
     torchrun,
 )
-from study.pipeline.steps import ONLINE, steps_of
+from study.steps import ONLINE, steps_of
 from train.run.directory import RunDirectory
 from train.run.environment import OWNER
 
 RESTART_SECONDS = 30.0  # before a second restart in place: what failed may recover
+PAUSE_SECONDS = 30.0  # after a failure: a full disk or a lost mount may recover
 
 
 class UnfitNodesError(Exception):
     """Nodes of this job are not fit; the element has to start on others."""
 
 
-class Element:
+class ElementStart:
     """One start of one element, on the nodes of this job."""
 
     def __init__(self, study_dir: Path, array: str, index: int, stop_file: Path, job: str) -> None:
@@ -204,7 +224,7 @@ class Element:
             environment.pop("HF_HUB_OFFLINE", None)
         follower = self.follow(first) if train else None
         silent_seconds = self.site.limits.silent_seconds
-        watch = Watch(self.study_dir, first.run, silent_seconds) if train else None
+        watch = HangWatch(self.study_dir, first.run, silent_seconds) if train else None
         try:
             return wait_for(
                 [*prefix, *resolve(command, self.study_dir, machine)],
@@ -212,7 +232,7 @@ class Element:
                 Path(self.site.project),
                 asked=self.stop_file.exists,
                 stop=lambda: train and ask_to_stop(self.study_dir, first, self.start),
-                recurring=AdvancingBeside(self.study_dir, lambda: self.outputs(first)).look,
+                recurring=Advancing(self.study_dir, lambda: self.outputs(first)).look,
                 hung=watch.hung if watch else lambda: None,
             )
         finally:
@@ -282,3 +302,87 @@ class Element:
         with submitting(self.study_dir):
             exclude(self.study_dir, bad)
         raise UnfitNodesError(f"{self.array.name} continues without {', '.join(sorted(bad))}")
+
+
+def is_recorded(study_dir: Path, array: str, index: int, job: str) -> bool:
+    """Return whether this job is the newest that was submitted for the element.
+
+    The command that submitted it may still be at it, or may have been killed before it recorded
+    the answer of sbatch.
+    """
+
+    def newest() -> str | None:
+        return existing_submission(study_dir).element_ids.get((array, index))
+
+    if newest() == job:
+        return True
+    with submitting(study_dir):
+        adopt(study_dir)
+    return newest() == job
+
+
+def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> None:
+    """Run one element and submit what comes after it, as `python -m slurm job` does.
+
+    Raises:
+        typer.Exit: a command failed.
+    """
+    parent, task = os.environ["SLURM_ARRAY_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
+    job = f"{parent}_{task}"  # the plain id of the last element would be the whole array's
+    ending: Ending = "failed"
+    try:
+        if is_recorded(study_dir, array, index, job):
+            ending = ElementStart(study_dir, array, index, stop_file, job).run()
+        else:
+            ending = "complete"
+            say(f"another job runs {array}/{index}, or it was cancelled: this one, {job}, leaves")
+    except (UserError, OSError) as error:
+        say(f"error: {error}")
+    finally:  # whatever it was, others may start now, and this element again
+        if ending == "failed" and not stop_file.exists():
+            time.sleep(PAUSE_SECONDS)
+        advance_at_end(study_dir, job)
+    if ending in ("failed", "unfit"):
+        raise typer.Exit(1)
+
+
+def _element_of_step(study_dir: Path, step: str) -> Element:
+    """Return the element that runs a step, which the user typed."""
+    submission = existing_submission(study_dir)
+    for array in submission.arrays:
+        for index, steps in enumerate(array.elements):
+            if step in steps:
+                return array.name, index
+    raise UserError(
+        f"{step!r:.120} is not a step of {study_dir}; 'python -m slurm status {study_dir.name}'"
+        " lists what there is"
+    )
+
+
+def allocate(study_dir: Path, step: str) -> None:
+    """Become salloc for one node of the step's kind, which runs this command there."""
+    submission = existing_submission(study_dir)
+    array, _ = _element_of_step(study_dir, step)
+    options = allocation_options(submission.site, submission.job_arrays[array].kind, nodes=1)
+    command = [str(submission.site.python), "-m", "slurm", "run", study_dir.name, step]
+    words = ["salloc", *options, *command, "--root", str(study_dir.parent.resolve())]
+    try:
+        os.execvp(words[0], words)  # noqa: S606  this process has nothing else to do
+    except FileNotFoundError:
+        raise UserError("salloc is not on PATH; run this on a login node of a cluster") from None
+
+
+def run_here(study_dir: Path, step: str) -> None:
+    """Run the element of a step on this node.
+
+    Raises:
+        UserError: this is not a shell of salloc, or there is no such step.
+        typer.Exit: the step failed.
+    """
+    array, index = _element_of_step(study_dir, step)
+    if "SLURM_JOB_NODELIST" not in os.environ:
+        raise UserError("this is not a job; give --interactive, or run it in the shell of salloc")
+    job = os.environ["SLURM_JOB_ID"]
+    never = study_dir / STOPS / f"{job}.interactive"
+    if ElementStart(study_dir, array, index, never, job).run() != "complete":
+        raise typer.Exit(1)

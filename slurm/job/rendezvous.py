@@ -36,7 +36,7 @@ def torchrun_of_nodes(address: str, nodes: int, ranks: int, start: str) -> tuple
 
 
 def main() -> None:
-    """Become torchrun."""
+    """Become torchrun, with the rank that SLURM gave this node."""
     rank = ["--node-rank", os.environ["SLURM_NODEID"]]
     command = [sys.executable, "-m", "torch.distributed.run", *rank, *sys.argv[1:]]
     os.execv(command[0], command)  # noqa: S606  signals of srun are torchrun's

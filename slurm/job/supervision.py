@@ -1,20 +1,37 @@
 """A job besides its work: it waits for one process and says what happens.
 
-Nothing here needs a file to be written: a job must survive a full disk, on which even its log
-cannot grow.
+Beside that process it submits what can start by then (`Advancing`), looks whether a training hangs
+(`HangWatch`), and asks one to stop by a STOP file. The user writes such files too: only the user's
+stop is final. Nothing here needs a file to be written: a job must survive a full disk, on which
+even its log cannot grow.
 """
 
 import contextlib
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
+
+from base.errors import UserError
+from base.stopping import OTHER_RANK, SIGNALS
+from slurm.submission.advance import advance
+from study.step import Step
+from train.run.directory import RunDirectory
+from train.run.status import read_status
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 20.0  # after the interrupt, before SIGKILL
 # srun wants the interrupt twice.
 ENDING = (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+OURS = "slurm "  # begins what an element writes into a STOP file; any other is the user's
+SIGNALLED = (*(signal.name for signal in SIGNALS), OTHER_RANK)
+LOOK_SECONDS = 10.0  # between looks at the files of the work
+ADVANCE_SECONDS = 600.0  # without news from these files: jobs that SLURM cancelled come back
+TRIES, TRY_SECONDS = 20, 30.0  # at the end: a controller that restarts is away for minutes
+PATIENCE_SECONDS = 120.0  # for another command that is submitting
 
 
 def wait_for(
@@ -68,3 +85,132 @@ def say(text: str) -> None:
     """Print a line, if the disk has room for it."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
+
+
+class HangWatch:
+    """The age of what a training last wrote, by the clock of this process alone.
+
+    It sees a start or a save that does not end: the ranks watch each other's steps
+    (`train.running.watchdog`), but only once all of them have met.
+    """
+
+    def __init__(self, study_dir: Path, run: str, silent_seconds: float) -> None:
+        self._run, self._silent_seconds = RunDirectory(study_dir / run), silent_seconds
+        self._seen, self._since = self._size(), time.monotonic()
+        self._first = self._seen
+
+    def _size(self) -> int:
+        try:
+            return self._run.metrics.stat().st_size
+        except OSError:  # not there yet, or the filesystem is away
+            return 0
+
+    def hung(self) -> str | None:
+        """Return what hangs, in words, once nothing was logged for too long; None until then."""
+        size, now = self._size(), time.monotonic()
+        if size != self._seen:
+            self._seen, self._since = size, now
+        if now - self._since < self._silent_seconds:
+            return None
+        what = "training logs nothing"
+        if self._seen == self._first:
+            what = f"training does not start: {self._missing()}"
+        return f"hung: {what} for {self._silent_seconds:.0f} s"
+
+    def _missing(self) -> str:
+        """Return how many ranks have met; before, none has written a heartbeat."""
+        reports = sorted(self._run.watch.glob("rank*.json")) if self._run.watch.exists() else []
+        if not reports:
+            return "its ranks have not met, a node does not answer at the rendezvous"
+        return f"{len(reports)} ranks have met and none makes a step"
+
+
+def ask_to_stop(study_dir: Path, step: Step, start: str) -> bool:
+    """Ask a training to stop; return False where the file cannot be written."""
+    stop = RunDirectory(study_dir / step.run).stop_file
+    try:
+        if not stop.exists():
+            stop.write_text(f"{OURS}{start}\n")
+    except OSError as error:
+        say(f"{stop} could not be written ({error}); training is ended without a checkpoint")
+        return False
+    say(f"asked to stop; {stop} is left for training")
+    return True
+
+
+def stopped_by(study_dir: Path, step: Step) -> Literal["user", "job"] | None:
+    """Return who stopped the last attempt of a training; None: nobody.
+
+    A STOP file that is still there has not been seen: it counts as well.
+    """
+    if step.kind != "train":
+        return None
+    directory = RunDirectory(study_dir / step.run)
+    asked_by: str | None
+    try:
+        asked_by = directory.stop_file.read_text().strip() or "user"
+    except FileNotFoundError:
+        status = read_status(directory)
+        asked_by = status.asked_by if status else None
+    if asked_by is None:
+        return None
+    return "job" if asked_by.startswith(OURS) or asked_by in SIGNALLED else "user"
+
+
+def forget_earlier_stops(study_dir: Path, steps: Sequence[Step]) -> None:
+    """Remove STOP files of earlier starts, which would end this one."""
+    for step in steps:
+        stop = RunDirectory(study_dir / step.run).stop_file
+        if step.kind == "train" and stop.exists() and stop.read_text().startswith(OURS):
+            stop.unlink()
+
+
+class Advancing:
+    """Submits what can start while a command works, whenever its work has come further.
+
+    It does so in a thread: SLURM may take a minute to answer, and the job has to be stopped in
+    time.
+    """
+
+    def __init__(self, study_dir: Path, outputs: Callable[[], list[str]]) -> None:
+        self._study_dir, self._outputs = study_dir, outputs
+        self._looked_at = self._advanced_at = time.monotonic()
+        self._seen = outputs()
+        self._thread: threading.Thread | None = None
+
+    def look(self) -> None:
+        """Begin to submit if there is news; called about every second."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_SECONDS or (self._thread and self._thread.is_alive()):
+            return
+        self._looked_at, outputs = now, self._outputs()
+        if outputs != self._seen or now - self._advanced_at >= ADVANCE_SECONDS:
+            self._seen, self._advanced_at = outputs, now
+            self._thread = threading.Thread(target=_advance, args=(self._study_dir,), daemon=True)
+            self._thread.start()
+
+
+def _advance(study_dir: Path) -> None:
+    try:
+        report(advance(study_dir))
+    except (UserError, OSError) as error:  # another look is to come
+        say(f"nothing was submitted: {error}")
+
+
+def advance_at_end(study_dir: Path, job: str | None) -> None:
+    """Submit what can start once this job has ended; try for some minutes."""
+    for left in reversed(range(TRIES)):
+        try:
+            report(advance(study_dir, ending=job, patience_seconds=PATIENCE_SECONDS))
+        except (UserError, OSError) as error:
+            say(f"nothing was submitted: {error}")
+            if left:
+                time.sleep(TRY_SECONDS)
+        else:
+            return
+
+
+def report(submitted: dict[str, int]) -> None:
+    """Print what was submitted."""
+    if submitted:
+        say("submitted " + ", ".join(f"{name} {count}" for name, count in submitted.items()))

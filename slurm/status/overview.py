@@ -1,24 +1,40 @@
-"""State of a submitted study: steps by the ledger, elements by SLURM or their logs."""
+"""State of a submitted study: steps by the ledger, elements by SLURM or their logs.
+
+`look` returns all of it for `status`; `log_lines` and `newest_logs` are for `logs`, by names of the
+submission: no typed text enters a path.
+"""
 
 import re
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, assert_never
 
-from base.errors import UserError
-from slurm.states import JobState
-from slurm.status.hours import Hours, hours_of
+from base.errors import UserError, printable
+from base.names import nearest
+from slurm.cluster import JobState
 from slurm.status.trainings import Training, training_of
-from slurm.submission.advance import why_not
-from slurm.submission.excluded import excluded_nodes
-from slurm.submission.record import Element, existing_submission, log_of
-from slurm.submission.survey import Survey, survey
+from slurm.submission.advance import NotSubmitted, why_not
+from slurm.submission.record import (
+    Element,
+    Submission,
+    excluded_nodes,
+    existing_submission,
+    log_of,
+    starts_of,
+)
+from slurm.submission.survey import ElementSurvey, survey
 from study.definition import Study, load_study
-from study.pipeline.step import Step
+from study.step import Step
 
-# What a step or an element can be, the one that needs a look first; the mark of each in a row of
-# checkpoints.
-MARKS = {
+HOUR = 3600.0
+Situation = Literal[
+    "failed", "cancelled", "running", "started", "held", "queued", "waiting", "left out", "made"
+]
+# The situations of a step or an element, the one that needs a look first, each with its mark in a
+# row of checkpoints.
+MARKS: dict[Situation, str] = {
     "failed": "x",
     "cancelled": "c",
     "running": "r",
@@ -36,14 +52,34 @@ LOG_TAIL_BYTES = 2**16
 
 
 @dataclass(frozen=True)
+class Hours:
+    """Node-hours of a study that were used and are expected, and its queue.
+
+    Attributes:
+        used: node-hours of all starts.
+        expected: node-hours that the rest of the trainings takes at their present speed; None
+            while none has a speed.
+        queued: elements that wait in the queue.
+        waiting_hours: how long the first of them has waited.
+        next_start: when SLURM expects the next of them to start; empty where it cannot say.
+    """
+
+    used: float
+    expected: float | None
+    queued: int
+    waiting_hours: float
+    next_start: str
+
+
+@dataclass(frozen=True)
 class ElementStatus:
-    """One open element of an array."""
+    """An open element of an array: what it still runs, and what SLURM and its log say."""
 
     name: str  # ARRAY/INDEX
     array: str
     id: str | None  # "123_4" of the newest job that was submitted for it; None: none was
     steps: tuple[str, ...]  # that it runs and that are not made
-    situation: str  # of MARKS
+    situation: Situation
     state: JobState | None  # what SLURM knows of it
     log: Path | None  # of its newest job that has one
 
@@ -54,7 +90,7 @@ class Overview:
 
     study: Study
     steps: tuple[Step, ...]
-    situations: dict[str, str]  # of every step, of MARKS
+    situations: dict[str, Situation]  # of every step
     elements: tuple[ElementStatus, ...]  # that are open
     trainings: dict[str, Training]  # by the name of the run
     excluded: dict[str, str]  # node -> why no training goes there
@@ -72,7 +108,7 @@ def look(study_dir: Path) -> Overview:
         reason = str(error)
         now = survey(study_dir, submission, study, ask=False)
     elements = [element_status(now, element, reason) for element in now.open]
-    situations = dict.fromkeys(now.ledger.steps, "made")
+    situations: dict[str, Situation] = dict.fromkeys(now.ledger.steps, "made")
     situations |= dict.fromkeys(now.ledger.steps_left_out(), "left out")
     for element in elements:
         situations |= dict.fromkeys(element.steps, element.situation)
@@ -90,7 +126,9 @@ def look(study_dir: Path) -> Overview:
     )
 
 
-def element_status(now: Survey, element: Element, without_slurm: str | None) -> ElementStatus:
+def element_status(
+    now: ElementSurvey, element: Element, without_slurm: str | None
+) -> ElementStatus:
     """Return what an open element is."""
     array, index = element
     id_, state = now.submission.element_ids.get(element), now.states.get(element)
@@ -104,12 +142,24 @@ def element_status(now: Survey, element: Element, without_slurm: str | None) -> 
         if log and log == logs[-1]:
             situation = "failed" if last_error(log) else "started"
     else:
-        reason = why_not(now, element)
-        situation = {None: "waiting", "given up": "failed"}.get(reason, "cancelled")
+        situation = situation_outside(why_not(now, element))
     return ElementStatus(f"{array}/{index}", array, id_, now.open[element], situation, state, log)
 
 
-def situation_of(state: JobState) -> str:
+def situation_outside(reason: NotSubmitted | None) -> Situation:
+    """Return the situation of an open element that SLURM has not."""
+    match reason:
+        case None:
+            return "waiting"
+        case "given up":
+            return "failed"
+        case "cancelled" | "stopped":
+            return "cancelled"
+        case _:
+            assert_never(reason)
+
+
+def situation_of(state: JobState) -> Situation:
     """Return the situation of an element that SLURM has."""
     if state.is_held:
         return "held"
@@ -130,3 +180,98 @@ def last_error(log: Path, *, of_last_start: bool = True) -> str | None:
         if message:
             return message
     return None
+
+
+def hours_of(now: ElementSurvey, trainings: dict[str, Training], moment: float) -> Hours:
+    """Return the hours of a study at a moment, in seconds since the epoch."""
+    jobs_of = now.submission.jobs_of
+    used = sum(_used(now, element, moment) for element in jobs_of)
+    nodes = now.submission.site.resources_of("train").nodes
+    left = [
+        training.left_seconds
+        for training in trainings.values()
+        if training.left_seconds is not None
+    ]
+    waiting = [element for element, state in now.states.items() if state.waits]
+    since = [jobs_of[element][-1].time for element in waiting]
+    starts = sorted(now.states[element].starts for element in waiting)
+    return Hours(
+        used=used / HOUR,
+        expected=nodes * sum(left) / HOUR if left else None,
+        queued=len(waiting),
+        waiting_hours=max(0.0, moment - min(since, default=moment)) / HOUR,
+        next_start=next((start for start in starts if start), ""),
+    )
+
+
+def _used(now: ElementSurvey, element: Element, moment: float) -> float:
+    """Return the node-seconds of an element's starts.
+
+    A start that recorded no end is taken to end when its log was last written.
+    """
+    seconds = 0.0
+    for start in starts_of(now.study_dir, element):
+        until = start.get("until")
+        state = now.states.get(element)
+        if until is None and state and not state.has_ended and not state.waits:
+            until = moment
+        if until is None:
+            log = log_of(now.study_dir, element[0], start["job"])
+            until = log.stat().st_mtime if log.exists() else start["time"]
+        seconds += start["nodes"] * max(0.0, until - start["time"])
+    return seconds
+
+
+def log_lines(study_dir: Path) -> list[str]:
+    """Return a line for each element that failed or runs: situation, name, log."""
+    lines = [
+        f"{element.situation} {element.name} {element.log}"
+        for element in look(study_dir).elements
+        if element.situation in ("failed", "running", "started")
+    ]
+    return lines or ["nothing failed and nothing runs; give a step, an array or ARRAY/INDEX"]
+
+
+def newest_logs(study_dir: Path, which: str) -> dict[str, Path]:
+    """Return the newest log of each started element of a step, ARRAY/INDEX or array.
+
+    Raises:
+        UserError: the submission knows no such name, or nothing of it has started.
+    """
+    submission = existing_submission(study_dir)
+    logs = {
+        f"{job.array}/{index}": path
+        for job in submission.jobs
+        for index in job.indices
+        if (path := log_of(study_dir, job.array, f"{job.id}_{index}")).exists()
+    }
+    newest = {name: logs[name] for name in _elements(submission, which) if name in logs}
+    if not newest:
+        raise UserError(
+            f"{which} has no log, nothing of it has started; see 'python -m slurm status"
+            f" {study_dir.name}'"
+        )
+    return newest
+
+
+def _elements(submission: Submission, which: str) -> list[str]:
+    """Return the elements that a name means, each as ARRAY/INDEX."""
+    by_name: dict[str, list[str]] = {}
+    for array in submission.job_arrays.values():
+        for index, steps in enumerate(array.elements):
+            element = f"{array.name}/{index}"
+            by_name.setdefault(array.name, []).append(element)
+            by_name |= {name: [element] for name in (element, *steps)}
+    if which in by_name:
+        return by_name[which]
+    near = nearest(which, by_name)
+    hint = f"did you mean {near}?" if near else "see status"
+    raise UserError(
+        f"{which!r:.120} is not a step, array or ARRAY/INDEX of what was submitted; {hint}"
+    )
+
+
+def last_lines(log: Path, count: int) -> str:
+    """Return the last lines of a log."""
+    with log.open("rb") as file:
+        return printable(b"".join(deque(file, count)).decode(errors="replace"))

@@ -1,16 +1,21 @@
-"""The lines of `python -m slurm status`: the same study gives the same bytes."""
+"""The lines of `python -m slurm status`: the same study gives the same bytes.
+
+With --watch they are printed again and again, and what can start is submitted each time.
+"""
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 
-from base.errors import printable
-from slurm.states import elements_text
-from slurm.status.hours import Hours
-from slurm.status.overview import MARKS, ElementStatus, Overview, last_error
-from study.pipeline.step import Step
+from base.errors import UserError, printable
+from slurm.cluster import elements_text
+from slurm.status.overview import MARKS, ElementStatus, Hours, Overview, Situation, last_error, look
+from slurm.submission.advance import advance
+from study.step import Step
 
 Row = tuple[str, ...]
 
@@ -18,6 +23,7 @@ ELEMENTS_SHOWN = 20
 MARKS_PER_ROW = 40
 TRAINING = ("training", "state", "step", "logged", "tokens", "loss", "tokens/s", "left", "saved")
 MEASURING = ("measuring", "of", "made", "checkpoints", "not made")
+OVER: tuple[Situation, ...] = ("made", "failed", "cancelled")  # nothing more is to come
 
 
 def lines_of(overview: Overview) -> list[str]:
@@ -90,12 +96,13 @@ def training_rows(overview: Overview) -> list[Row]:
 
 
 def _training_state(overview: Overview, step: Step) -> str:
-    word, training = overview.situations[step.name], overview.trainings[step.run]
-    if training.ending == "diverged" and word == "made":
-        word = "diverged"
-    if word in ("held", "queued", "waiting") and training.ending:
-        word = f"{training.ending}, {word}"
-    return f"{word}, attempt {training.attempt}" if training.attempt > 1 else word
+    situation, training = overview.situations[step.name], overview.trainings[step.run]
+    words = str(situation)
+    if training.ending == "diverged" and situation == "made":
+        words = "diverged"
+    if training.ending and situation in ("held", "queued", "waiting"):
+        words = f"{training.ending}, {situation}"
+    return f"{words}, attempt {training.attempt}" if training.attempt > 1 else words
 
 
 def measuring_rows(overview: Overview) -> list[Row]:
@@ -123,7 +130,7 @@ def _marks(overview: Overview, steps: list[Step]) -> str:
     return "".join(next(mark for word, mark in MARKS.items() if word in words) for words in bins)
 
 
-def _others(counts: Counter[str]) -> str:
+def _others(counts: Counter[Situation]) -> str:
     words = (word for word in reversed(MARKS) if word != "made" and counts[word])
     return ", ".join(f"{counts[word]:,} {word}" for word in words)
 
@@ -170,8 +177,8 @@ def _failure(element: ElementStatus) -> list[str]:
     state, steps = element.state, element.steps
     outcome = "SLURM says nothing of it"
     if state:
-        place = state.nodes or "-"
-        outcome = f"{state.state}, {state.reason}, exit code {state.exit_code} on {place}"
+        outcome = f"{state.state}, {state.reason}, exit code {state.exit_code}"
+        outcome += f" on {state.nodes or '-'}"
     more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
     error = last_error(element.log) if element.log else None
     return [
@@ -203,3 +210,18 @@ def short(number: float) -> str:
             return f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.3g}T"
+
+
+def watch(study_dir: Path, seconds: int) -> None:
+    """Print the status every so many seconds until nothing is to come."""
+    while True:
+        try:
+            advance(study_dir)
+        except UserError as error:
+            print(f"nothing was submitted: {error}")
+        overview = look(study_dir)
+        print("\n".join(lines_of(overview)), flush=True)
+        if all(element.situation in OVER for element in overview.elements):
+            return
+        time.sleep(seconds)
+        print()

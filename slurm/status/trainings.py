@@ -32,7 +32,7 @@ STRAGGLER = 1.3  # times the median of the ranks
 
 @dataclass(frozen=True)
 class Training:
-    """One run."""
+    """The progress of a run by its files."""
 
     ending: Ending | None  # None: it trains, or it was killed
     attempt: int  # of its newest start, from 1; 0 before the first

@@ -9,25 +9,34 @@ import hashlib
 import time
 import uuid
 from pathlib import Path
+from typing import Literal
 
+from base.errors import UserError
 from base.files import replaced_file
+from base.names import take_one_of
 from slurm import cluster
 from slurm.submission.arrays import FINAL, JobArray
-from slurm.submission.excluded import excluded_nodes
 from slurm.submission.record import (
     PRIVATE,
     Element,
     append,
+    excluded_nodes,
     existing_submission,
+    failures,
+    jobs_since_retry,
     log_of,
+    position_of,
     script_path,
+    starts_of,
     submitting,
+    was_stopped,
 )
 from slurm.submission.script import ranges, render
-from slurm.submission.starts import failures, jobs_since_retry, position_of, starts_of, was_stopped
-from slurm.submission.survey import Survey, remember_complete, survey
+from slurm.submission.survey import ElementSurvey, remember_complete, survey
 from study.definition import load_study
+from train.run.directory import RunDirectory
 
+NotSubmitted = Literal["cancelled", "stopped", "given up"]  # by the user, a STOP file, failures
 HELD_BY_SLURM = ("launch failed requeued held", "JobHoldMaxRequeue")  # until somebody acts
 
 
@@ -72,11 +81,8 @@ def adopt(study_dir: Path) -> None:
         append(study_dir, "submitted", job=job) if job else append(study_dir, "refused")
 
 
-def why_not(now: Survey, element: Element) -> str | None:
-    """Return why an open element that SLURM does not have is not submitted again, if it is not.
-
-    "cancelled" by the user, "stopped" by a STOP file, or "given up".
-    """
+def why_not(now: ElementSurvey, element: Element) -> NotSubmitted | None:
+    """Return why an open element that SLURM does not have is not submitted again, if it is not."""
     if element in now.submission.cancelled:
         return "cancelled"
     jobs = jobs_since_retry(now.submission, element)
@@ -94,7 +100,7 @@ def why_not(now: Survey, element: Element) -> str | None:
     return "given up" if failed >= now.submission.site.limits.starts_without_progress else None
 
 
-def _vanished(now: Survey, element: Element, job: str) -> bool:
+def _vanished(now: ElementSurvey, element: Element, job: str) -> bool:
     """Return whether SLURM forgot an element that never started, though it knows its array.
 
     Without accounts it does so where an element is cancelled while it waits.
@@ -108,7 +114,7 @@ def _vanished(now: Survey, element: Element, job: str) -> bool:
 class _Submitter:
     """One call of `submit_ready`."""
 
-    def __init__(self, now: Survey, ending: str | None) -> None:
+    def __init__(self, now: ElementSurvey, ending: str | None) -> None:
         self.now, self.study_dir, self.submission = now, now.study_dir, now.submission
         self.limits = now.submission.site.limits
         self.excluded = excluded_nodes(now.study_dir)
@@ -123,7 +129,7 @@ class _Submitter:
             ready = [(FINAL, 0)]
         submitted: dict[str, int] = {}
         for name, array in self.submission.job_arrays.items():
-            indices = [index for own, index in ready if own == name]
+            indices = [index for ready_name, index in ready if ready_name == name]
             room = self.room(array)
             count = self.submit(array, indices[:room])
             if count:
@@ -158,9 +164,11 @@ class _Submitter:
     def room(self, array: JobArray) -> int:
         """Return how many elements of an array the limits of the site file leave room for."""
         arrays = self.submission.job_arrays
-        alike = sum(arrays[name].kind == array.kind for name, _ in self.active)
-        of_kind = self.limits.throttle.get(array.kind, self.limits.max_queued) - alike
-        return max(0, min(of_kind, self.limits.max_queued - len(self.active)))
+        active_of_kind = sum(arrays[name].kind == array.kind for name, _ in self.active)
+        limit_of_kind = self.limits.throttle.get(array.kind, self.limits.max_queued)
+        return max(
+            0, min(limit_of_kind - active_of_kind, self.limits.max_queued - len(self.active))
+        )
 
     def replaced(self) -> set[Element]:
         """Cancel what waits with a script of an earlier site file, or is held by SLURM itself."""
@@ -230,3 +238,54 @@ def write_script(path: Path, text: str) -> None:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def cancel(
+    study_dir: Path, which: str | None = None, *, after_checkpoint: bool = False
+) -> tuple[list[Element], list[str]]:
+    """Cancel elements that wait, run or are still to be submitted.
+
+    Args:
+        study_dir: a study that was submitted.
+        which: a run, for elements all of whose steps belong to it, or an array; None: everything.
+        after_checkpoint: ask a running training by RUN/STOP, which it looks for after every step.
+
+    Returns:
+        The elements that SLURM had, and the runs that were asked to stop.
+
+    Raises:
+        UserError: there is no such run or array, SLURM does not answer, or the study is being
+            submitted.
+    """
+    submission, study = existing_submission(study_dir), load_study(study_dir)
+    names = [*(run.name for run in study.runs), *submission.job_arrays]
+    if which is not None and which not in names:
+        raise UserError(f"the study has no run or array {which!r:.80}; {take_one_of(which, names)}")
+    with submitting(study_dir):
+        adopt(study_dir)
+        now = survey(study_dir, existing_submission(study_dir), study)
+        targets = [element for element in now.open if _belongs(now, element, which)]
+        stopping = [element for element in targets if after_checkpoint and _trains(now, element)]
+        for array, index in stopping:
+            RunDirectory(study_dir / _run_of(now, (array, index))).stop_file.touch()
+        # Recorded first: what is cancelled must not be submitted again, whatever happens next.
+        cancelled = [element for element in targets if element not in stopping]
+        append(study_dir, "cancelled", elements=cancelled)
+        alive = [element for element in cancelled if element in now.active]
+        cluster.cancel([now.submission.element_ids[element] for element in alive])
+    return alive, [_run_of(now, element) for element in stopping]
+
+
+def _belongs(now: ElementSurvey, element: Element, which: str | None) -> bool:
+    runs = {step.run for step in now.steps(now.open[element])}
+    return which in (None, element[0]) or runs == {which}
+
+
+def _trains(now: ElementSurvey, element: Element) -> bool:
+    state = now.states.get(element)
+    trains = any(step.kind == "train" for step in now.steps(now.open[element][:1]))
+    return trains and state is not None and not state.has_ended and not state.waits
+
+
+def _run_of(now: ElementSurvey, element: Element) -> str:
+    return now.ledger.steps[now.open[element][0]].run

@@ -3,22 +3,28 @@
 Nothing here asks SLURM or writes a file: the same study and limits give the same arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slurm.site import Kind, Limits
+from slurm.site import JobKind, JobLimits
+from study import steps as pipeline
 from study.definition import KINDS, Study
-from study.pipeline.step import Step
-from study.pipeline.steps import steps_of
+from study.paths import MeasuredModel, model_record
+from study.step import Step
 
 FINAL = "final"  # table, report and mirror of what there is, once nothing else can be made
-MAX_ARRAY_SIZE = 1001  # SLURM's own default
-# Kinds that are measured as soon as a model is there, with the site's table of their resources.
-CHAINED: dict[str, Kind] = {
+DEFAULT_MAX_ARRAY_SIZE = 1001  # SLURM's own default
+WEIGHTS, AVERAGES, SOUPS = "", "-averages", "-soups"  # chains, by the suffix of their arrays
+# Kinds of measurement that are made as soon as a model is there, with the site's table of their
+# resources, and kinds that are made at the end of a run.
+AT_EACH_MODEL: dict[str, JobKind] = {
     kind.name: "curvature" if kind.shares_model else "quantize"
     for kind, _ in KINDS
     if kind.models != "last"
 }
+AT_THE_END = {kind.name for kind, _ in KINDS if kind.models == "last"}
+
+Elements = Sequence[tuple[str, ...]]  # of an array: the names of the steps of each
 
 
 @dataclass(frozen=True)
@@ -26,71 +32,66 @@ class JobArray:
     """Elements that share a job script. Any of them may be submitted, in any order."""
 
     name: str  # unique in the study and fit for a file name, such as `train` or `quantize-1.2`
-    kind: Kind  # the site's table of resources that it takes
+    kind: JobKind  # the site's table of resources that it takes
     # Names of the study's steps that each element runs, one after the other.
     elements: tuple[tuple[str, ...], ...]
+
+
+def arrays_of(study: Study, limits: JobLimits) -> list[JobArray]:
+    """Return the arrays of a study, each after those that make what it reads.
+
+    Weights, averages kept in training and soups are chains of arrays of their own, whose elements
+    correspond: the export of some checkpoints, an array for each group of specs, and curvature.
+    """
+    return list(_Planner(study, limits).plan())
 
 
 class _Planner:
     """The arrays of one study."""
 
-    def __init__(self, study: Study, limits: Limits) -> None:
-        self.study, self.limits, self.steps = study, limits, steps_of(study)
-        self.arrays: list[JobArray] = []
+    def __init__(self, study: Study, limits: JobLimits) -> None:
+        self.study, self.limits, self.steps = study, limits, pipeline.steps_of(study)
 
-    def parts(
-        self, name: str, elements: Sequence[tuple[str, ...]]
-    ) -> list[tuple[str, Sequence[tuple[str, ...]]]]:
-        """Cut elements into named parts: NAME if one suffices, else NAME.1, NAME.2, ..."""
-        parts = _chunks(elements, self.limits.max_array_size or MAX_ARRAY_SIZE)
-        if len(parts) == 1:
-            return [(name, parts[0])]
-        return [(f"{name}.{number}", part) for number, part in enumerate(parts, start=1)]
+    def plan(self) -> Iterator[JobArray]:
+        """Yield all arrays, each after those that make what it reads."""
+        yield from self.texts()
+        yield from self.training()
+        for suffix, making in self.making().items():
+            if making:
+                yield from self.chain(suffix, making)
+        yield from self.ends()
+        yield from self.arrays(FINAL, "light", [pipeline.FINAL])
 
-    def add(self, name: str, kind: Kind, elements: Sequence[tuple[str, ...]]) -> None:
-        """Add arrays for these elements, as many as they need."""
-        for own, part in self.parts(name, elements):
-            self.arrays.append(JobArray(own, kind, tuple(part)))
+    def texts(self) -> Iterator[JobArray]:
+        """Yield the arrays that make text: first what needs nothing, then the rest."""
+        steps = [step for step in self.steps if not step.run and step.kind not in pipeline.FINAL]
+        yield from self.arrays("text", "light", [(step.name,) for step in steps if not step.after])
+        yield from self.arrays("prepare", "light", [(step.name,) for step in steps if step.after])
 
-    def plan(self) -> list[JobArray]:
-        """Return all arrays, each after those that make what it reads."""
-        self.texts()
-        self.training()
-        averages = tuple(
-            f"{run.name}/hf/{average.name}-"
-            for run in self.study.trained
-            for average in run.averages
-        )
-        making = [step for step in self.steps if step.kind in ("export", "download") and step.run]
-        averaged = [step for step in making if step.outputs[0].startswith(averages)]
-        weights = [step for step in making if not step.outputs[0].startswith(averages)]
-        if weights:
-            self.chain(weights[0].kind, "", weights)
-        if averaged:
-            self.chain("export-averages", "-averages", averaged)
-        soups = [step for step in self.steps if step.kind == "average"]
-        if soups:
-            self.chain("average", "-soups", soups)
-        self.ends()
-        self.add(FINAL, "light", [("collect", "report", "mirror")])
-        return self.arrays
+    def training(self) -> Iterator[JobArray]:
+        """Yield an element per run; branches read their parents' checkpoints."""
+        steps = [step for step in self.steps if step.kind == "train"]
+        branching = {run.name for run in self.study.trained if run.branch_from}
+        roots = [(step.name,) for step in steps if step.run not in branching]
+        branches = [(step.name,) for step in steps if step.run in branching]
+        yield from self.arrays("train", "train", roots)
+        yield from self.arrays("branches", "train", sorted(branches))
 
-    def texts(self) -> None:
-        """Add arrays that make text: first what needs nothing, then the rest."""
-        kinds = ("corpus", "download", "prepare")
-        steps = [step for step in self.steps if not step.run and step.kind in kinds]
-        self.add("text", "light", [(step.name,) for step in steps if not step.after])
-        self.add("prepare", "light", [(step.name,) for step in steps if step.after])
+    def making(self) -> dict[str, list[Step]]:
+        """Return the steps that make HF directories, by the suffix of their chain's names."""
+        models = {
+            model_record(run.name, model): model
+            for run in self.study.runs
+            for model in self.study.models_of(run)
+        }
+        making: dict[str, list[Step]] = {WEIGHTS: [], AVERAGES: [], SOUPS: []}
+        for step in self.steps:
+            if step.outputs[0] in models:
+                making[_suffix(models[step.outputs[0]])].append(step)
+        return making
 
-    def training(self) -> None:
-        """Add an element per run; branches read their parents' checkpoints."""
-        steps = [step.name for step in self.steps if step.kind == "train"]
-        branches = {f"train-{run.name}" for run in self.study.trained if run.branch_from}
-        self.add("train", "train", [(name,) for name in steps if name not in branches])
-        self.add("branches", "train", [(name,) for name in sorted(branches)])
-
-    def chain(self, name: str, suffix: str, making: list[Step]) -> None:
-        """Add arrays that make HF directories, and element for element those that measure them."""
+    def chain(self, suffix: str, making: list[Step]) -> Iterator[JobArray]:
+        """Yield arrays that make HF directories, and element for element what measures them."""
         groups = [
             tuple(step.name for step in group)
             for run in self.study.runs
@@ -98,62 +99,72 @@ class _Planner:
                 [step for step in making if step.run == run.name], self.limits.checkpoints_per_job
             )
         ]
-
-        # the measurements of each HF directory, by the step that makes it
-        by_output = {step.outputs[0]: step.name for step in making}
-        measuring: dict[str, list[Step]] = {step.name: [] for step in making}
-        for step in self.steps:
-            maker = next((by_output[read] for read in step.reads if read in by_output), None)
-            if step.kind in CHAINED and maker:
-                measuring[maker].append(step)
-
-        # elements of measurements have the numbers of those that make their models
-        spec_groups = _chunks(self.study.quantization.everywhere, self.limits.specs_per_job)
+        measurements = self.measurements(making)
+        # Soups have a kind of step of their own; averages are exported, as weights are.
+        name = making[0].kind + (AVERAGES if suffix == AVERAGES else "")
         for part_name, part in self.parts(name, groups):
-            self.add(part_name, "export", part)
+            yield from self.arrays(part_name, "export", part)
+            # What measures a part has its number, and its elements those of what makes the models.
             number = part_name.removeprefix(name)
-            for kind, table in CHAINED.items():
-                own = [
-                    [
-                        step
-                        for kind_of_step in element
-                        for step in measuring[kind_of_step]
-                        if step.kind == kind
-                    ]
-                    for element in part
+            for kind, table in AT_EACH_MODEL.items():
+                steps = [
+                    [step for maker in makers for step in measurements[maker] if step.kind == kind]
+                    for makers in part
                 ]
-                chosen: dict[str, Sequence[str] | None] = {"": None} if any(own) else {}
-                if any(step.specs for steps in own for step in steps):
-                    chosen = {
-                        f"-{index}": group for index, group in enumerate(spec_groups, start=1)
-                    }
-                for group_name, specs in chosen.items():
-                    elements = [_names(steps, specs) for steps in own]
-                    self.add(f"{kind}{suffix}{group_name}{number}", table, elements)
+                for group_name, elements in self.by_specs(steps).items():
+                    yield from self.arrays(f"{kind}{suffix}{group_name}{number}", table, elements)
 
-    def ends(self) -> None:
-        """Add an element per run for what is measured of its last checkpoint alone."""
-        kinds = [kind.name for kind, _ in KINDS if kind.models == "last"]
+    def measurements(self, making: list[Step]) -> dict[str, list[Step]]:
+        """Return the measurements of each HF directory, by the name of the step that makes it."""
+        makers = {step.outputs[0]: step.name for step in making}
+        measurements: dict[str, list[Step]] = {step.name: [] for step in making}
+        for step in self.steps:
+            maker = next((makers[path] for path in step.reads if path in makers), None)
+            if maker and step.kind in AT_EACH_MODEL:
+                measurements[maker].append(step)
+        return measurements
+
+    def by_specs(self, steps: list[list[Step]]) -> dict[str, Elements]:
+        """Return elements by the suffix of their array: one for each group of specs, if any."""
+        if not any(steps):
+            return {}
+        if not any(step.specs for element in steps for step in element):
+            return {"": [tuple(step.name for step in element) for element in steps]}
+        groups = _chunks(self.study.quantization.everywhere, self.limits.specs_per_job)
+        return {
+            f"-{number}": [
+                tuple(step.name for step in element if step.specs[-1] in specs) for element in steps
+            ]
+            for number, specs in enumerate(groups, start=1)
+        }
+
+    def ends(self) -> Iterator[JobArray]:
+        """Yield an element per run for what is measured of its last checkpoint alone."""
         by_run: dict[str, list[str]] = {}
         for step in self.steps:
-            if step.kind in kinds:
+            if step.kind in AT_THE_END:
                 by_run.setdefault(step.run, []).append(step.name)
-        self.add("ends", "quantize", [tuple(names) for names in by_run.values()])
+        yield from self.arrays("ends", "quantize", [tuple(names) for names in by_run.values()])
+
+    def arrays(self, name: str, kind: JobKind, elements: Elements) -> Iterator[JobArray]:
+        """Yield arrays of these elements, as many as they need."""
+        for part_name, part in self.parts(name, elements):
+            yield JobArray(part_name, kind, tuple(part))
+
+    def parts(self, name: str, elements: Elements) -> list[tuple[str, Elements]]:
+        """Cut elements into named parts: NAME if one suffices, else NAME.1, NAME.2, ..."""
+        parts = _chunks(elements, self.limits.max_array_size or DEFAULT_MAX_ARRAY_SIZE)
+        if len(parts) == 1:
+            return [(name, parts[0])]
+        return [(f"{name}.{number}", part) for number, part in enumerate(parts, start=1)]
 
 
-def _names(steps: list[Step], specs: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names of steps, of those with one of the specs where these are given."""
-    return tuple(step.name for step in steps if specs is None or step.specs[-1] in specs)
+def _suffix(model: MeasuredModel) -> str:
+    """Return the suffix of the arrays of a model's chain."""
+    if model.soup_of:
+        return SOUPS
+    return AVERAGES if model.average else WEIGHTS
 
 
 def _chunks(items: Sequence, size: int) -> list:
     return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-def arrays_of(study: Study, limits: Limits) -> list[JobArray]:
-    """Return the arrays of a study, each after those that make what it reads.
-
-    Weights, averages kept in training and soups are chains of arrays of their own, whose elements
-    correspond: the export of some checkpoints, an array for each group of specs, and curvature.
-    """
-    return _Planner(study, limits).plan()

@@ -8,24 +8,36 @@ STUDY/slurm/scripts/ARRAY.sh             the newest script of each array; beside
 STUDY/slurm/logs/ARRAY-JOB_INDEX.log     of an element of a job, over all its starts
 STUDY/slurm/starts/ARRAY-INDEX.jsonl     two lines per start: how far the work had come, and how the
                                          start ended
+STUDY/slurm/excluded.json                nodes that no training goes to, with the reason
+
+An element is given up after starts that failed by themselves, in a row, without progress. One that
+was preempted or lost its node says nothing against the element, and one that came further begins a
+new row. Several processes add lines to the JSONL files: one may be cut off by its end.
 """
 
-from collections.abc import Iterable, Iterator
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, assert_never
 
 from pydantic import Field, TypeAdapter
 
 from base.errors import UserError
 from base.files import take_lock, write_json
 from base.frozen import Frozen
-from base.reading import read_model
+from base.names import take_one_of
+from base.reading import as_model, parse_json, read_model, read_regular
+from slurm.cluster import JobState
 from slurm.site import Site
 from slurm.submission.arrays import JobArray
-from slurm.submission.lines import append_line, damaged, read_lines
+from study.step import Step
+from train.run.directory import RunDirectory
 
 SLURM = "slurm"  # the directory below a study
 SUBMISSION_JSON = "submission.json"
@@ -34,6 +46,10 @@ PATIENCE_SECONDS = 60.0  # for another command, or a job that submits what comes
 PRIVATE = 0o600  # of files with lines of the site, which may be private
 
 Element = tuple[str, int]  # name of the array, index
+Ending = Literal["complete", "partial", "failed", "asked", "stopped", "unfit"]
+# States of an element that did not end by its own fault.
+NO_FAULT = ("PREEMPTED", "NODE_FAIL", "CANCELLED", "BOOT_FAIL", "REVOKED")
+EXCLUDED_JSON = "excluded.json"  # node -> reason
 
 
 class Calling(Frozen):
@@ -86,7 +102,7 @@ Event = Annotated[
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 
-class Plan(Frozen):
+class SubmissionPlan(Frozen):
     """The site and the arrays of a study: the content of submission.json."""
 
     site: Site
@@ -94,7 +110,7 @@ class Plan(Frozen):
 
 
 @dataclass(frozen=True)
-class Job:
+class SbatchCall:
     """One call of sbatch: elements `indices` of an array."""
 
     token: str  # in the job's comment: of this very call
@@ -116,16 +132,16 @@ class Submission:
 
     site: Site
     arrays: tuple[JobArray, ...]
-    jobs: tuple[Job, ...] = ()
-    unanswered: Job | None = None  # may have made a job that is not among `jobs`
+    jobs: tuple[SbatchCall, ...] = ()
+    unanswered: SbatchCall | None = None  # may have made a job that is not among `jobs`
     cancelled: frozenset[Element] = frozenset()  # since the last retry, by the user
     retries: int = 0
     replaced: frozenset[str] = frozenset()  # "JOB_INDEX" of what waited with an old script
 
     @cached_property
-    def jobs_of(self) -> dict[Element, list[Job]]:
+    def jobs_of(self) -> dict[Element, list[SbatchCall]]:
         """The jobs of every element that was submitted, the newest last."""
-        jobs_of: dict[Element, list[Job]] = {}
+        jobs_of: dict[Element, list[SbatchCall]] = {}
         for job in self.jobs:
             for index in job.indices:
                 jobs_of.setdefault((job.array, index), []).append(job)
@@ -155,7 +171,7 @@ def log_of(study_dir: Path, array: str, element: str) -> Path:
 def read_submission(study_dir: Path) -> Submission | None:
     """Read the record of a study; None if nothing was submitted, UserError if damaged."""
     try:
-        plan = read_model(Plan, study_dir / SLURM / SUBMISSION_JSON)
+        plan = read_model(SubmissionPlan, study_dir / SLURM / SUBMISSION_JSON)
     except FileNotFoundError:
         return None
     path = study_dir / SLURM / JOBS_JSONL
@@ -167,9 +183,9 @@ def read_submission(study_dir: Path) -> Submission | None:
     return submission
 
 
-def _with_jobs(plan: Plan, events: list[Event], path: Path) -> Submission:
+def _with_jobs(plan: SubmissionPlan, events: list[Event], path: Path) -> Submission:
     """Return the submission with the jobs that the lines of jobs.jsonl record."""
-    jobs: list[Job] = []
+    jobs: list[SbatchCall] = []
     cancelled: set[Element] = set()
     replaced: set[str] = set()
     unanswered, retries = None, 0
@@ -181,7 +197,7 @@ def _with_jobs(plan: Plan, events: list[Event], path: Path) -> Submission:
         match event:
             case Calling():
                 call = event.model_dump(exclude={"event"})
-                unanswered = Job(**call, retries=retries)
+                unanswered = SbatchCall(**call, retries=retries)
             case Submitted():
                 assert unanswered
                 jobs.append(replace(unanswered, id=event.job))
@@ -194,6 +210,8 @@ def _with_jobs(plan: Plan, events: list[Event], path: Path) -> Submission:
                 replaced |= set(event.elements)
             case Retried():
                 cancelled, retries = set(), retries + 1
+            case _:
+                assert_never(event)
     return Submission(
         plan.site,
         plan.arrays,
@@ -220,7 +238,7 @@ def write_plan(study_dir: Path, site: Site, arrays: Iterable[JobArray], *, anew:
     """Write submission.json; `anew`, forget the jobs of another cut, all of which have ended."""
     if anew:
         (study_dir / SLURM / JOBS_JSONL).unlink(missing_ok=True)
-    plan = Plan(site=site, arrays=tuple(arrays))
+    plan = SubmissionPlan(site=site, arrays=tuple(arrays))
     path = study_dir / SLURM / SUBMISSION_JSON
     write_json(path, plan.model_dump(mode="json"), mode=PRIVATE)
 
@@ -234,11 +252,183 @@ def append(study_dir: Path, event: str, **content: Any) -> None:
 def submitting(study_dir: Path, patience_seconds: float | None = None) -> Iterator[None]:
     """Hold the study's submission; UserError if another command does, for PATIENCE_SECONDS."""
     patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-    place = study_dir / SLURM
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / ".lock").open("a") as lock:
+    directory = study_dir / SLURM
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("a") as lock:
         if not take_lock(lock, patience_seconds):
             raise UserError(
                 f"another command is submitting {study_dir}; wait until it ends and run again"
             )
         yield
+
+
+class _Start(Frozen):
+    """A line on a start: how it began, how it ended, or both."""
+
+    job: str
+    restart: int
+    host: str = ""
+    nodes: int | None = None
+    time: float | None = None
+    position: int | None = None
+    ended: Ending | None = None
+    until: float | None = None
+
+
+def restarts() -> int:
+    """Return how often SLURM has queued this job again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def _path(study_dir: Path, element: Element) -> Path:
+    array, index = element
+    return study_dir / SLURM / "starts" / f"{array}-{index}.jsonl"
+
+
+def starts_of(study_dir: Path, element: Element) -> list[dict[str, Any]]:
+    """Return the starts of an element: job, restart, host, nodes, time and position of its work.
+
+    One that could say how it ended has also `ended`, of `Ending`, and `until`, a time.
+    """
+    starts: dict[tuple[str, int], dict[str, Any]] = {}
+    path = _path(study_dir, element)
+    for line in read_lines(_Start, path):
+        values = line.model_dump(exclude_none=True)
+        starts.setdefault((line.job, line.restart), {}).update(values)
+    for (job, restart), start in starts.items():
+        if not {"nodes", "time", "position"} <= start.keys():
+            raise damaged(path, f"no line says how start {restart} of {job} began")
+    return list(starts.values())
+
+
+def record_start(study_dir: Path, element: Element, job: str, nodes: int, position: int) -> None:
+    """Record that this start begins."""
+    start = {"job": job, "restart": restarts(), "host": socket.gethostname(), "nodes": nodes}
+    append_line(_path(study_dir, element), start | {"time": time.time(), "position": position})
+
+
+def record_end(study_dir: Path, element: Element, job: str, ending: Ending) -> None:
+    """Record how this start ended."""
+    end = {"job": job, "restart": restarts(), "ended": ending, "until": time.time()}
+    append_line(_path(study_dir, element), end)
+
+
+def position_of(study_dir: Path, steps: Iterable[Step]) -> int:
+    """Return how far the work of steps is: the newest checkpoints, and the number of outputs."""
+    position = 0
+    for step in steps:
+        position += sum((study_dir / output).is_file() for output in step.outputs)
+        if step.kind == "train":
+            run = RunDirectory(study_dir / step.run)
+            position += max([0, *run.complete_steps(), *run.complete_restarts()])
+    return position
+
+
+def jobs_since_retry(submission: Submission, element: Element) -> list[str]:
+    """Return the jobs of an element that were submitted since the last retry, as "JOB_INDEX"."""
+    jobs = submission.jobs_of.get(element, [])
+    since = [job.element_id(element[1]) for job in jobs if job.retries == submission.retries]
+    return [job for job in since if job not in submission.replaced]
+
+
+def failures(
+    starts: Sequence[dict[str, Any]], jobs: Sequence[str], state: JobState | None, position: int
+) -> int:
+    """Return how many starts in a row, up to now, failed without progress.
+
+    Args:
+        starts: all starts of the element.
+        jobs: of the element, since the last retry; the last one has ended.
+        state: what SLURM knows of the last job.
+        position: of the element's work now.
+    """
+    count = 0
+    for job in reversed(jobs):
+        job_starts = [start for start in starts if start["job"] == job]
+        newest = job == jobs[-1]
+        if not job_starts:  # it ended before it could record anything
+            count += not (newest and state and state.state in NO_FAULT)
+        for start in reversed(job_starts):
+            if start["position"] < position:
+                return count
+            ending = start.get("ended")
+            if ending is None and newest and start is job_starts[-1]:
+                ending = "lost" if state and state.state in NO_FAULT else "failed"
+            count += ending == "failed"
+    return count
+
+
+def was_stopped(starts: Sequence[dict[str, Any]], jobs: Sequence[str]) -> bool:
+    """Return whether the user stopped the newest start since the last retry."""
+    since_retry = [start for start in starts if start["job"] in jobs]
+    return bool(since_retry) and since_retry[-1].get("ended") == "stopped"
+
+
+def excluded_nodes(study_dir: Path) -> dict[str, str]:
+    """Return the reason by node."""
+    try:
+        return read_model(dict[str, str], study_dir / SLURM / EXCLUDED_JSON)
+    except FileNotFoundError:
+        return {}
+
+
+def exclude(study_dir: Path, bad: dict[str, str]) -> None:
+    """Add nodes with their reasons."""
+    write_json(study_dir / SLURM / EXCLUDED_JSON, excluded_nodes(study_dir) | bad)
+
+
+def unexclude(study_dir: Path, nodes: Iterable[str]) -> None:
+    """Let jobs go to nodes again; UserError for one that is not excluded."""
+    excluded = excluded_nodes(study_dir)
+    for node in nodes:
+        if node not in excluded:
+            raise UserError(f"node {node!r:.80} is not excluded; {take_one_of(node, excluded)}")
+        del excluded[node]
+    write_json(study_dir / SLURM / EXCLUDED_JSON, excluded)
+
+
+def append_line(path: Path, content: dict[str, Any]) -> None:
+    """Add a line to a JSONL file, synced, after one that was cut off if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        whole = file.tell() == 0
+        if not whole:
+            file.seek(-1, os.SEEK_END)
+            whole = file.read() == b"\n"
+        file.write(b"" if whole else b"\n")
+        file.write(json.dumps(content).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines[Line](kind: type[Line] | TypeAdapter[Line], path: Path) -> list[Line]:
+    """Return the lines of a JSONL file, but for those that were cut off; empty without a file.
+
+    A line that was cut off has a beginning and lacks its end. UserError names any other that is
+    not of the kind: it was whole and is damaged.
+    """
+    try:
+        lines = read_regular(path).split(b"\n")
+    except FileNotFoundError:
+        return []
+    return [
+        _line(kind, line, path, number)
+        for number, line in enumerate(lines, 1)
+        if line and not _is_cut_off(line)
+    ]
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Return whether a line is the beginning of one of ours, which are printable ASCII."""
+    is_ours = line.isascii() and line.decode("ascii").isprintable()
+    return is_ours and line.startswith(b"{") and not line.endswith(b"}")
+
+
+def _line[Line](kind: type[Line] | TypeAdapter[Line], line: bytes, path: Path, number: int) -> Line:
+    where = f"{path}, line {number}"
+    return as_model(kind, parse_json(line, where, "correct that line"), where)
+
+
+def damaged(path: Path, problem: str) -> UserError:
+    """Return the error of a file whose lines do not go together."""
+    return UserError(f"{path} is damaged ({problem}); restore it")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import assert_never
 
 from base.errors import UserError
-from slurm.site import Kind, Resources, Site
+from slurm.site import JobKind, Resources, Site
 from slurm.submission.arrays import JobArray
 from slurm.values import checked_path
 
@@ -39,6 +39,7 @@ NCCL_PROFILES = {
     "efa": {"FI_PROVIDER": "efa", "NCCL_DEBUG": "WARN"},
     "slingshot": {"FI_PROVIDER": "cxi", "NCCL_DEBUG": "WARN"},
 }
+SOCKET_FAMILIES = {"ipv4": "AF_INET", "ipv6": "AF_INET6"}
 # The exit code comes through a pipe: where a signal arrives as the job ends, bash's `wait` gives
 # the signal's or 255. With the trap the inner shell outlives a signal to all processes; unlike an
 # ignored one, the job starts without it. One signal is enough: a second one would come in between.
@@ -69,7 +70,7 @@ exit "$rc"
 """
 
 
-def preamble(site: Site, kind: Kind) -> str:
+def preamble(site: Site, kind: JobKind) -> str:
     """Return the lines of a job script between its options and what it runs: setup, variables."""
     setup, modules = list(site.setup.lines), shlex.join(site.setup.modules)
     if modules:
@@ -103,7 +104,7 @@ def ranges(indices: Iterable[int]) -> str:
     return ",".join("-".join(map(str, part)) for part in parts)
 
 
-def job_environment(site: Site, kind: Kind) -> dict[str, str]:
+def job_environment(site: Site, kind: JobKind) -> dict[str, str]:
     """Return the exports of a job script: ours, the network's, and over them the site's own."""
     resources, interface = site.resources_of(kind), site.nccl.interface
     variables = dict(FIXED)
@@ -116,7 +117,7 @@ def job_environment(site: Site, kind: Kind) -> dict[str, str]:
     if interface:  # with '=' this one, not all whose names begin so
         variables |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
     if site.nccl.family:
-        variables["NCCL_SOCKET_FAMILY"] = "AF_INET6" if site.nccl.family == "ipv6" else "AF_INET"
+        variables["NCCL_SOCKET_FAMILY"] = SOCKET_FAMILIES[site.nccl.family]
     if kind == "train":  # what torchrun leaves its ranks to save after a SIGTERM, 30 s by default
         seconds = site.limits.stop_seconds_before_limit
         variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(seconds)
@@ -133,20 +134,23 @@ def on_every_node(nodes: int) -> tuple[str, ...]:
     return (f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1")
 
 
-def srun_prefix(site: Site, kind: Kind, options: Sequence[str] = ()) -> list[str]:
-    """Return the command up to what runs on the nodes: srun, its `options`, the container.
+def srun_prefix(site: Site, kind: JobKind, options: Sequence[str] = ()) -> list[str]:
+    """Return the command up to what runs on the nodes: srun, its options, the container.
 
-    A task that fails ends the others; `options` come later and may say otherwise. Root and project
+    A task that fails ends the others; `options` come later and may say otherwise. Those of the site
+    are before them: of an option that is given twice srun takes the last. Root and project
     are mounted at their own paths. pyxis (0.15 or newer) is told which variables count although the
     image sets them too.
     """
-    command, container = ["srun", "--kill-on-bad-exit=1", *options], site.container
+    site_options = site.resources_of(kind).srun_options or ()
+    command = ["srun", "--kill-on-bad-exit=1", *site_options, *options]
+    container = site.container
     if container is None:
         return command
     mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
     for path in (site.root, site.project):
-        places = [mount.split(":")[:2] for mount in mounts]
-        if not any(at == to and path.is_relative_to(at) for at, to in places):
+        sources = [mount.split(":")[:2] for mount in mounts]
+        if not any(at == to and path.is_relative_to(at) for at, to in sources):
             mounts.append(f"{path}:{path}")
     binds, project = ",".join(mounts), str(site.project)
     match container.kind:
@@ -165,15 +169,23 @@ def srun_prefix(site: Site, kind: Kind, options: Sequence[str] = ()) -> list[str
 
 
 def _gpu_options(resources: Resources) -> list[str]:
+    """Return the option that asks for the GPUs of a node, if a job has any."""
+    if not resources.gpus_per_node:
+        return []
     count = str(resources.gpus_per_node)
     if resources.gres_type:
         count = f"{resources.gres_type}:{count}"
-    option = f"--gres=gpu:{count}" if resources.gpus == "gres" else f"--gpus-per-node={count}"
-    return [option] if resources.gpus_per_node else []
+    match resources.gpus:
+        case "gres":
+            return [f"--gres=gpu:{count}"]
+        case "gpus-per-node" | None:
+            return [f"--gpus-per-node={count}"]
+        case _:
+            assert_never(resources.gpus)
 
 
 def allocation_options(
-    site: Site, kind: Kind, *, nodes: int | None = None, excluded: Collection[str] = ()
+    site: Site, kind: JobKind, *, nodes: int | None = None, excluded: Collection[str] = ()
 ) -> list[str]:
     """Return the options of sbatch or salloc for what a job of the kind runs on.
 

@@ -14,11 +14,11 @@ from slurm import cluster
 from slurm.site import Site
 from slurm.submission.advance import submit_ready, write_script
 from slurm.submission.arrays import JobArray, arrays_of
-from slurm.submission.excluded import excluded_nodes
 from slurm.submission.record import (
     PRIVATE,
     Submission,
     append,
+    excluded_nodes,
     read_submission,
     script_path,
     submitting,
@@ -28,8 +28,7 @@ from slurm.submission.script import LOGS, ranges, render
 from slurm.submission.survey import survey
 from study.definition import Study, save_study
 from study.machine.disk import check_room
-from study.machine.needs import no_layout
-from study.machine.run_configurations import write_run_configurations
+from study.machine.needs import no_layout, write_run_configurations
 from study.text.steps import check_text
 from study.tracking.store import check_root, create_store
 from train.planning.plan import fit

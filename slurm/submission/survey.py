@@ -10,12 +10,12 @@ from base.errors import UserError
 from base.files import write_json
 from base.reading import read_model
 from slurm import cluster
-from slurm.states import JobState
+from slurm.cluster import JobState
 from slurm.submission.record import SLURM, SUBMISSION_JSON, Element, Submission
 from study.definition import Study
 from study.pipeline.ledger import Ledger
-from study.pipeline.step import Step
-from study.pipeline.steps import steps_of
+from study.step import Step
+from study.steps import steps_of
 
 COMPLETE_JSON = "complete.json"  # names of the steps that were found complete
 
@@ -36,8 +36,9 @@ class Inputs:
     def missing(self, steps: Iterable[Step]) -> list[str]:
         """Return what these steps read, do not make themselves, and cannot be read yet."""
         steps = list(steps)
-        own = {output for step in steps for output in step.outputs}
-        inputs = (name for step in steps for name in self._ledger.reads(step) if name not in own)
+        outputs = {output for step in steps for output in step.outputs}
+        reads = (name for step in steps for name in self._ledger.reads(step))
+        inputs = (name for name in reads if name not in outputs)
         return [name for name in inputs if not self._is_there(name)]
 
     def _is_there(self, name: str) -> bool:
@@ -94,8 +95,8 @@ def remembered(study_dir: Path) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Survey:
-    """A study at one moment."""
+class ElementSurvey:
+    """A study at one moment: its complete steps, its open elements and their states in SLURM."""
 
     study_dir: Path
     submission: Submission
@@ -132,13 +133,8 @@ class Survey:
 
 
 def survey(
-    study_dir: Path,
-    submission: Submission,
-    study: Study,
-    *,
-    verify: bool = False,
-    ask: bool = True,
-) -> Survey:
+    study_dir: Path, submission: Submission, study: Study, *, verify: bool = False, ask: bool = True
+) -> ElementSurvey:
     """Look at the files of a study and ask SLURM once.
 
     Args:
@@ -157,7 +153,7 @@ def survey(
     ids = {key: submission.element_ids[key] for key in elements if key in submission.element_ids}
     by_id = cluster.states(ids.values()) if ask else {}
     states = {key: by_id[id_] for key, id_ in ids.items() if id_ in by_id}
-    return Survey(study_dir, submission, ledger, complete, elements, states)
+    return ElementSurvey(study_dir, submission, ledger, complete, elements, states)
 
 
 def open_elements(submission: Submission, ended: set[str]) -> dict[Element, tuple[str, ...]]:

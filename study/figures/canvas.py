@@ -76,16 +76,18 @@ class Canvas:
 
     def rows_of(self, run: str, column: str, average: str | None = None) -> list[Row]:
         """Return the rows of a run's weights, or of an average, that hold column and tokens."""
-        own = (row for row in self.table if row["run"] == run and row["average"] == average)
-        return [row for row in own if row[column] is not None and row["tokens"] is not None]
+        of_run = (row for row in self.table if row["run"] == run and row["average"] == average)
+        return [row for row in of_run if row[column] is not None and row["tokens"] is not None]
 
     def last_rows(self, column: str) -> dict[str, Row]:
         """Return run -> the row of its last weights, where it holds the column."""
         last = {run.name: run.total_steps for run in self.study.runs}
         weights = (row for row in self.table if row["average"] is None)
-        own = {row["run"]: row for row in weights if row["step"] == last[row["run"]]}
+        ends = {row["run"]: row for row in weights if row["step"] == last[row["run"]]}
         return {
-            run: own[run] for run in self.runs.looks if run in own and own[run][column] is not None
+            run: ends[run]
+            for run in self.runs.looks
+            if run in ends and ends[run][column] is not None
         }
 
     def results[Kind: Read](
@@ -147,11 +149,13 @@ class Canvas:
             before = self._origin(run)
             if before is None:
                 continue
-            label = looks[run.name].label
-            parent = (looks[before[0].name].label, before[1])
-            origin = [row for row in weights if (row["run"], row["step"]) == parent]
-            own = [row for row in weights if row["run"] == label]
-            for row in (*origin, own[0]) if origin and own else ():
+            label, (parent, step) = looks[run.name].label, before
+            at_start = (looks[parent.name].label, step)
+            starts = [row for row in weights if (row["run"], row["step"]) == at_start]
+            of_branch = [row for row in weights if row["run"] == label]
+            if not starts or not of_branch:
+                continue
+            for row in (*starts, of_branch[0]):
                 axes = (self.tokens.label, quantity.label)
                 ends.append({"run": label} | {axis: row[axis] for axis in axes})
         encoding = {"x": self.tokens.encoding(), "y": quantity.encoding()}
@@ -186,8 +190,8 @@ class Canvas:
         shade: Chart = {"mark": {"type": "rect", "color": SHADE, "tooltip": None}}
         shade["encoding"] = {"x": {"datum": start}, "x2": {"datum": end}}
         mark = {"type": "text", "text": "anneal", "color": "#8a8468", "baseline": "top"}
-        place = {"x": {"datum": (start + end) / 2}, "y": {"value": 3}}
-        text: Chart = {"mark": mark, "encoding": place}
+        at = {"x": {"datum": (start + end) / 2}, "y": {"value": 3}}
+        text: Chart = {"mark": mark, "encoding": at}
         return [{"data": {"values": [{}]}} | layer for layer in (shade, text)]
 
     def _rate_lines(self) -> list[Chart]:
@@ -230,8 +234,8 @@ class Canvas:
     def _released(self, run: AnyRun) -> tuple[Span, ...]:
         """Return the known learning rates at the checkpoints of a stage of a released model."""
         rows = self.rows_of(run.name, "learning_rate")
-        led = lineage(self.study, self.table, run)
-        peak = max((row["learning_rate"] or 0.0 for row in led), default=0.0)
+        path = lineage(self.study, self.table, run)
+        peak = max((row["learning_rate"] or 0.0 for row in path), default=0.0)
         shares = [(row["tokens"], row["learning_rate"]) for row in rows]
         return tuple((tokens, rate / peak) for tokens, rate in shares) if peak > 0 else ()
 

@@ -142,40 +142,58 @@ def marks(
     """
     axes = {"x": x, "y": y}
     quantities = {name: axis for name, axis in axes.items() if isinstance(axis, Quantity)}
-    places = axes | {name: axis.encoding() for name, axis in quantities.items()}
-    layers: list[Chart] = []
+    encodings = axes | {name: axis.encoding() for name, axis in quantities.items()}
     replicates: list[Rows] = []
     if has_line and len(quantities) == 2:
         replicates = replicates_of(rows, runs, match or quantities["x"].label)
     has_bands = 0 < len(replicates) < len(rows)
+    means = means_of(replicates, runs, quantities["x"], quantities["y"]) if has_bands else []
+
+    layers: list[Chart] = []
+    if means:
+        layers.append(data(means, mark=BAND, encoding=band_of(quantities["x"], quantities["y"])))
     if has_line:
-        line: Chart = {"mark": LINE, "encoding": {"strokeDash": runs.dash} | (lines or {})}
-        line["encoding"] = {name: channel for name, channel in line["encoding"].items() if channel}
-        if has_bands:
-            means = means_of(replicates, runs, quantities["x"], quantities["y"])
-            layers += [data(means, mark=BAND, encoding=band_of(quantities["x"], quantities["y"]))]
-            line = data(means, **line)
-        layers.append(line)
-    if has_bands:
-        bar_opacity *= FAINT
+        layers.append(_line(means, {"strokeDash": runs.dash} | (lines or {})))
+    layers += _interval_bars(rows, quantities, bar_opacity * FAINT if has_bands else bar_opacity)
+    looks = {"shape": runs.shape, "tooltip": tooltip(rows)} | (points or {})
+    layers += _points(looks, open_where, {"opacity": FAINT} if has_bands else {})
+    return data(rows, encoding=encodings | {"color": runs.colour} | both, layer=layers)
+
+
+def _line(means: Rows, channels: Chart) -> Chart:
+    """Return the lines of a panel's rows, or of the means in their place where there are some."""
+    used = {name: channel for name, channel in channels.items() if channel}
+    line: Chart = {"mark": LINE, "encoding": used}
+    return data(means, **line) if means else line
+
+
+def _interval_bars(rows: Rows, quantities: dict[str, Quantity], opacity: float) -> list[Chart]:
+    """Return the bars of the intervals that the rows have, by axis."""
+    bars: list[Chart] = []
     for name, quantity in quantities.items():
         low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
-        if any(low in row for row in rows):
-            transform: list[Chart] = [{"filter": f"isValid(datum['{low}'])"}]
-            if quantity.is_log and quantity.domain:
-                # no logarithm has a place for an end below zero
-                lowest = f"max(datum['{low}'], {quantity.domain[0]})"
-                transform.append({"calculate": lowest, "as": low})
-            bar = {name: quantity.encoding(low), f"{name}2": {"field": high}}
-            mark = {"type": "rule", "clip": True, "opacity": bar_opacity}
-            layers.append({"transform": transform, "mark": mark, "encoding": bar})
-    shape = {"shape": runs.shape, "tooltip": tooltip(rows)} | (points or {})
-    styles = {"true": {}} if open_where == "false" else {f"!({open_where})": {}, open_where: OPEN}
-    for where, style in styles.items():
-        some = {} if where == "true" else {"transform": [{"filter": where}]}
-        faint = {"opacity": FAINT} if has_bands else {}
-        layers.append(some | {"mark": POINT | style | faint, "encoding": shape})
-    return data(rows, encoding=places | {"color": runs.colour} | both, layer=layers)
+        if not any(low in row for row in rows):
+            continue
+        transform: list[Chart] = [{"filter": f"isValid(datum['{low}'])"}]
+        if quantity.is_log and quantity.domain:
+            # no logarithm has a place for an end below zero
+            lowest = f"max(datum['{low}'], {quantity.domain[0]})"
+            transform.append({"calculate": lowest, "as": low})
+        ends = {name: quantity.encoding(low), f"{name}2": {"field": high}}
+        mark = {"type": "rule", "clip": True, "opacity": opacity}
+        bars.append({"transform": transform, "mark": mark, "encoding": ends})
+    return bars
+
+
+def _points(looks: Chart, open_where: str, faint: Chart) -> list[Chart]:
+    """Return the points of the rows: all filled, or in two layers, those that are open apart."""
+    if open_where == "false":
+        return [{"mark": POINT | faint, "encoding": looks}]
+    styles = {f"!({open_where})": {}, open_where: OPEN}
+    return [
+        {"transform": [{"filter": where}], "mark": POINT | style | faint, "encoding": looks}
+        for where, style in styles.items()
+    ]
 
 
 def replicates_of(rows: Rows, runs: Runs, match: str) -> list[Rows]:
@@ -193,8 +211,8 @@ def means_of(replicates: Sequence[Rows], runs: Runs, x: Quantity, y: Quantity) -
     low, high = (f"{y.label}, {end}" for end in ENDS)
     for alike in replicates:
         values = [row[y.label] for row in alike]
-        place = sum(row[x.label] for row in alike) / len(alike)
-        mean = {x.label: place, y.label: sum(values) / len(values)}
+        mean_x = sum(row[x.label] for row in alike) / len(alike)
+        mean = {x.label: mean_x, y.label: sum(values) / len(values)}
         head = {key: alike[0].get(key) for key in ("run", runs.field, "series", "step")}
         means.append(head | mean | {low: min(values), high: max(values)})
     return means

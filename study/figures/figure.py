@@ -1,14 +1,24 @@
-"""One figure of a report: its name, its caption, its rows and the chart of them."""
+"""A figure of the report, and the drawing of all: PNG and PDF, with the rows as CSV."""
 
+import csv
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import matplotlib
+import vl_convert
 from matplotlib.figure import Figure as Picture
+from PIL import Image
 
+from base.files import replaced_file
+from study.content import loaded
 from study.definition import Study
 from study.figures.canvas import Canvas
-from study.figures.charts import Chart, Rows, grid
+from study.figures.charts import ENDS, Chart, Rows, grid
 
 
 class Drawn(NamedTuple):
@@ -28,24 +38,28 @@ class Figure:
     """A figure as the report knows it; `draw` returns None where nothing of it is measured yet."""
 
     name: str
-    place: int
     caption: str
     applies: Callable[[Study], bool]
     draw: Callable[[Canvas], Drawn | None]
+    headline: bool = False
 
 
 def figure(
-    name: str, place: int, caption: str, applies: Callable[[Study], bool] = lambda _: True
+    name: str,
+    caption: str,
+    applies: Callable[[Study], bool] = lambda _: True,
+    *,
+    headline: bool = False,
 ) -> Callable[[Callable[[Canvas], Drawn | None]], Figure]:
     """Make a figure of a function.
 
     Args:
         name: of its files.
-        place: order in the report.
         caption: shown below it.
         applies: False for a study that will never hold such data.
+        headline: shown beside the claims, before all others.
     """
-    return lambda draw: Figure(name, place, caption, applies, draw)
+    return lambda draw: Figure(name, caption, applies, draw, headline)
 
 
 def drawn(
@@ -55,6 +69,102 @@ def drawn(
 
     Learning rates are drawn in the panels, so they are among the rows of the figure.
     """
-    rows = [row for own, _ in panels for row in own]
+    rows = [row for panel_rows, _ in panels for row in panel_rows]
     charts = [chart for _, chart in panels]
     return Drawn([*rows, *rates], grid(charts, columns)) if rows else None
+
+
+DIRECTORY = "figures"
+PNG_SCALE, COLOURS = 2.0, 128
+METADATA: dict[str, Any] = {  # without versions and dates: the same numbers make the same file
+    "png": {"Software": None},
+    "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
+}
+BANDS = "Lines are means over seeds, bands reach from the lowest seed to the highest."
+EMBEDDED: Any = {"pdf.fonttype": 42}  # TrueType; publishers refuse matplotlib's default, Type 3
+RESOURCES = re.compile(rb"(?: +/\w+ \d+ 0 R\n)+")  # of a page; their order is by chance
+
+
+class DrawnFigure(NamedTuple):
+    """A figure of a page; the chart is None for a picture that stays one."""
+
+    name: str
+    caption: str
+    png: bytes
+    chart: Chart | None
+    headline: bool
+
+
+def figures_of(study: Study) -> list[Figure]:
+    """Return the figures that the study can have, in the order of the report."""
+    figures: list[Figure] = loaded("figures")
+    return [figure for figure in figures if figure.applies(study)]
+
+
+def draw_all(canvas: Canvas) -> tuple[list[DrawnFigure], list[str]]:
+    """Write STUDY/figures/NAME.png, .pdf and .csv of what holds data; the rest is removed.
+
+    Returns:
+        What is drawn, and the names of the figures of which nothing is measured.
+    """
+    shown, empty = [], []
+    folder = canvas.directory / DIRECTORY
+    folder.mkdir(exist_ok=True)
+    for figure in figures_of(canvas.study):
+        paths = {kind: folder / f"{figure.name}.{kind}" for kind in ("csv", "png", "pdf")}
+        drawing = figure.draw(canvas)
+        if drawing is None:
+            empty.append(figure.name)
+            for path in paths.values():
+                path.unlink(missing_ok=True)
+            continue
+        pictures = pictures_of(drawing.chart)
+        write_rows(drawing.rows, paths["csv"])
+        for kind, content in pictures.items():
+            with replaced_file(paths[kind]) as aside:
+                aside.write_bytes(content)
+        chart = None if isinstance(drawing.chart, Picture) else drawing.chart
+        caption = _caption(figure, chart)
+        shown.append(DrawnFigure(figure.name, caption, pictures["png"], chart, figure.headline))
+    return shown, empty
+
+
+def _caption(figure: Figure, chart: Chart | None) -> str:
+    """Return the caption with what bands are, where there are some."""
+    has_bands = chart is not None and ENDS[0] in json.dumps(chart)
+    return f"{figure.caption} {BANDS}" if has_bands else figure.caption
+
+
+def _in_order(lines: re.Match[bytes]) -> bytes:
+    return b"".join(sorted(lines[0].splitlines(keepends=True)))
+
+
+def write_rows(rows: Rows, path: Path) -> None:
+    """Write rows as CSV, a column per quantity with its unit in the head."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    with replaced_file(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+
+
+def pictures_of(chart: Chart | Picture) -> dict[str, bytes]:
+    """Return a chart as PNG and as PDF."""
+    if isinstance(chart, Picture):
+        chart.draw_without_rendering()
+        chart.set_layout_engine("none")  # laid out once: both files keep the places that it has now
+        return {kind: _saved(chart, kind) for kind in METADATA}
+    # matplotlib's own fonts: on every machine the same picture
+    vl_convert.register_font_directory(str(Path(matplotlib.get_data_path()) / "fonts/ttf"))
+    svg = vl_convert.vegalite_to_svg(json.dumps(chart, allow_nan=False))
+    image = Image.open(BytesIO(vl_convert.svg_to_png(svg, scale=PNG_SCALE)))
+    png = BytesIO()
+    image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(png, "png")
+    return {"png": png.getvalue(), "pdf": RESOURCES.sub(_in_order, vl_convert.svg_to_pdf(svg))}
+
+
+def _saved(picture: Picture, kind: str) -> bytes:
+    out = BytesIO()
+    with matplotlib.rc_context(EMBEDDED):
+        picture.savefig(out, format=kind, metadata=METADATA[kind])
+    return out.getvalue()

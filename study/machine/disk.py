@@ -8,7 +8,7 @@ from pathlib import Path
 
 from base.errors import UserError
 from study.definition import Study
-from train.model.families import parameter_shapes
+from train.model.config import parameter_shapes
 from train.planning.memory import FP32, bytes_of_weight, checkpoint_bytes, parameter_count
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory

@@ -1,11 +1,15 @@
-"""The estimated needs of a study on given GPUs, in words: layouts, memory, time and disk."""
+"""The needs of a study in words: layouts, memory, time and disk, all of them estimates.
+
+Apart from `study.recipes.shown`, since what plans memory imports torch, which `list` need not wait
+for.
+"""
 
 from collections.abc import Iterator
 
-from dynamics.recipes.shown import gpu_hours
 from study.machine.disk import GB, gigabytes, needed_bytes, restart_bytes
 from study.machine.needs import HESSIAN, Needs, TrainingLayout
-from study.pipeline.steps import steps_of
+from study.recipes.shown import gpu_hours
+from study.steps import steps_of
 from train.planning.memory import rank_memory
 
 GPUS_OF_A_NODE = 8

@@ -4,15 +4,16 @@
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from base.errors import UserError
 from base.files import write_json
-from base.gpus import check_torch, gpus_here
+from base.gpus import VisibleGpu, check_torch, gpus_here
 from base.names import take_one_of
 from base.reading import read_model
-from train.planning.flops import GPUS, Gpu, kind_of
+from train.planning.flops import GPUS, GpuKind, kind_of
 
 UNKNOWN_BYTES = sys.maxsize  # memory of GPUs that a site file does not state
 HARDWARE_JSON = "hardware.json"  # in a study's directory
@@ -36,7 +37,7 @@ class Hardware:
         return "cuda" if self.gpus else "cpu"
 
     @property
-    def gpu(self) -> Gpu:
+    def gpu(self) -> GpuKind:
         """One of the GPUs as the planner takes it; an unknown kind has an H100's speeds."""
         return GPUS.get(self.kind, GPUS["h100"])._replace(memory_bytes=self.gpu_bytes)
 
@@ -84,7 +85,6 @@ def this_machine(device: str, gpus: int | None, cores: int, *, sized_for: str) -
             )
         return Hardware(cores)
 
-    # the GPUs that CUDA_VISIBLE_DEVICES shows
     try:
         visible = gpus_here()
     except UserError as error:
@@ -94,11 +94,21 @@ def this_machine(device: str, gpus: int | None, cores: int, *, sized_for: str) -
         raise UserError(f"{sized}{error}") from None
     check_torch()
 
-    # of them as many as asked for, none of which another process uses
-    wanted = len(visible) if gpus is None else gpus
+    chosen = _idle(visible, len(visible) if gpus is None else gpus)
+    model = _one_model(chosen)
+    return Hardware(
+        cores,
+        tuple(str(gpu.number) for gpu in chosen),
+        kind_of(model) or model,
+        min(gpu.total_bytes for gpu in chosen),
+    )
+
+
+def _idle(visible: Sequence[VisibleGpu], wanted: int) -> list[VisibleGpu]:
+    """Return the first GPUs that no other process uses; UserError for fewer than wanted."""
     if wanted > len(visible):
         raise UserError(
-            f"--gpus {gpus} asks for more GPUs than the {len(visible)} there are; give fewer"
+            f"--gpus {wanted} asks for more GPUs than the {len(visible)} there are; give fewer"
         )
     idle, busy = [gpu for gpu in visible if not gpu.busy], [gpu for gpu in visible if gpu.busy]
     if wanted > len(idle):
@@ -107,19 +117,15 @@ def this_machine(device: str, gpus: int | None, cores: int, *, sized_for: str) -
             f"{busy[0]} is busy; wait until it is free, {fewer}, or choose others with"
             " CUDA_VISIBLE_DEVICES"
         )
-    chosen = idle[:wanted]
+    return idle[:wanted]
 
-    # all of one model, as a study compares what ran on them
-    models = dict.fromkeys(gpu.model for gpu in chosen)
+
+def _one_model(gpus: Sequence[VisibleGpu]) -> str:
+    """Return the model of GPUs that are all alike: a study compares what ran on them."""
+    models = dict.fromkeys(gpu.model for gpu in gpus)
     if len(models) > 1:
         raise UserError(
             f"the GPUs differ ({', '.join(models)}), and a study compares what ran on equal ones;"
             " choose equal ones with CUDA_VISIBLE_DEVICES"
         )
-    model = chosen[0].model
-    return Hardware(
-        cores,
-        tuple(str(gpu.number) for gpu in chosen),
-        kind_of(model) or model,
-        min(gpu.total_bytes for gpu in chosen),
-    )
+    return gpus[0].model

@@ -6,22 +6,25 @@ decides a number of the study beyond rounding: a layout says who computes what.
 """
 
 import json
+from collections.abc import Mapping
 from functools import cache, cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from base.errors import UserError
+from base.files import write_json
+from base.frozen import fingerprint
+from curvature.settings import HessianSettings, HutchinsonSettings
 from study.definition import KINDS, Study
 from study.machine.hardware import UNKNOWN_BYTES, Hardware
-from study.measurements.curvature import CurvatureSettings
 from study.paths import hf_directory
-from study.pipeline.step import Machine, Step, torchrun
-from train.model.families import hf_settings
+from study.step import Machine, Step, torchrun
+from train.model.config import hf_settings
 from train.planning.flops import GPUS
-from train.planning.plan import fit, memory_if_it_fits
-from train.planning.speed import PESSIMISTIC, Roofline
-from train.run.config import RunConfig
+from train.planning.plan import fit, memory_if_it_fits, ranks_for
+from train.run.config import RunConfig, dump_run, load_run
+from train.run.directory import RunDirectory
 
 ON_GPU = frozenset({"train", *(kind.name for kind, _ in KINDS)})
 HESSIAN = frozenset(kind.name for kind, _ in KINDS if kind.shares_model)
@@ -65,11 +68,7 @@ class Needs:
         )
 
     def _training(self, run: RunConfig) -> TrainingLayout:
-        """Return the run on the GPUs where all runs that train at once are fastest together.
-
-        It has its own layout if that fits. Four runs on two GPUs each communicate less than one
-        after the other on eight.
-        """
+        """Return the run on its share of the GPUs, in its own layout if that fits."""
         gpus, gpu = len(self.hardware.gpus), self.hardware.gpu
         if not gpus:
             return TrainingLayout(run, self.study.ranks)
@@ -81,12 +80,7 @@ class Needs:
         if not fitting:
             raise UserError(no_layout(run, self.study, str(self.hardware)))
         runs = sum(other.branch_from is None for other in self.study.trained)
-
-        def steps_per_second(ranks: int) -> float:
-            speed = Roofline(fitting[ranks], ranks, node, gpu, PESSIMISTIC)
-            return min(runs, gpus // ranks) / speed.seconds
-
-        ranks = max(fitting, key=steps_per_second)
+        ranks = ranks_for(fitting, gpus, runs)
         return TrainingLayout(fitting[ranks], ranks)
 
     def gpus(self, step: Step) -> int:
@@ -133,10 +127,11 @@ class Needs:
         return self._hessian_bytes(step, self._hessian_gpus(step))
 
     def _hessian_bytes(self, step: Step, gpus: int) -> float | None:
-        config, settings = self._config(step), self.study.curvature
+        along = step.kind == "step"
+        config, settings = self._config(step), self.study.step if along else self.study.curvature
         if config is None or settings is None:
             return None
-        return hessian_bytes(config, settings, gpus, along=step.kind == "step")
+        return hessian_bytes(config, settings, gpus, along=along)
 
     def _config(self, step: Step) -> str | None:
         """Return config.json of the model that a step measures; None where it is not there yet."""
@@ -175,7 +170,7 @@ def no_layout(run: RunConfig, study: Study, where: str) -> str:
 
 
 @cache
-def hessian_bytes(config: str, settings: CurvatureSettings, gpus: int, *, along: bool) -> float:
+def hessian_bytes(config: str, settings: HessianSettings, gpus: int, *, along: bool) -> float:
     """Return the memory of each GPU of a measurement with Hessian products.
 
     It is the estimate of `python -m curvature hutchinson --dry-run`. From two GPUs on they share
@@ -183,17 +178,43 @@ def hessian_bytes(config: str, settings: CurvatureSettings, gpus: int, *, along:
     """
     from transformers import AutoConfig  # takes seconds, which a study on the CPU need not spend
 
-    from curvature.cost.plan import Plan, estimate
-    from curvature.settings import HutchinsonSettings
+    from curvature.cost.plan import GpuPlan, estimate
 
     content = json.loads(config)
     values = settings.model_dump(include=set(HutchinsonSettings.model_fields))
     values["sharding"] = "none" if gpus == 1 else "fsdp"
-    if along or not settings.lambda_max:
-        values["lambda_max"] = False
-        for key in ("fixed_sequences", "max_iterations", "tolerance"):
-            del values[key]
+    values |= {"lambda_max": False} if along else {}
     model = AutoConfig.for_model(content.pop("model_type"), **content)
-    cost = estimate(model, HutchinsonSettings(**values), Plan(gpus))
+    cost = estimate(model, HutchinsonSettings(**values), GpuPlan(gpus))
     copies = STEP_BYTES * cost.parameters / gpus if along else 0.0
     return sum(cost.memory.values()) + copies
+
+
+LAYOUT = ("parallel", "zero", "recompute", "micro_batch_size")  # what hardware decides
+
+
+def write_run_configurations(
+    directory: Path, study: Study, layouts: Mapping[str, RunConfig] | None = None
+) -> None:
+    """Write RUN/run.json of every run; UserError where another configuration has its name.
+
+    `layouts` are the runs by name as they fit the hardware at hand. Of a run that is there already
+    only the layout is replaced: a run can be resumed at another one.
+    """
+    changed: dict[Path, RunConfig] = {}
+    for run in study.trained:
+        path = RunDirectory(directory / run.name).run_json
+        present = load_run(path) if path.exists() else None
+        if present and fingerprint(present) != fingerprint(run):
+            raise UserError(
+                f"{path} holds another configuration than recipe {study.name}; a run's name is used"
+                f" once: choose another --root, or move {path.parent} away to train it again"
+            )
+        new = (layouts or {}).get(run.name, present or run)
+        if present:
+            new = present.model_copy(update={field: getattr(new, field) for field in LAYOUT})
+        if new != present:
+            changed[path] = new
+    for path, run in changed.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, dump_run(run))

@@ -9,13 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pydantic import BaseModel
+
+from base.cli import arguments_of
 from base.errors import UserError
 from ckpt_tools.hf.measured import Read
 from ckpt_tools.hf.results import REMEASURE, read_result
 from study.paths import MeasuredModel, hf_directory, result
-from study.pipeline.step import Step
+from study.step import Step
 
 Type = Literal["number", "count", "flag"]
+NATS, SHARE = "nats per token", "1"  # units
+CURVED = f"{NATS} / (unit of the parameters)^2"  # of the Hessian of the loss
 
 
 class Text(NamedTuple):
@@ -69,11 +74,68 @@ class Subject:
         return Step(name, kind, head, outputs, names, reads, run=self.run, **more)
 
 
-class Column(NamedTuple):
-    """A column of the table, and the keys that lead to its value in what was measured."""
+def options(command: type[BaseModel], settings: BaseModel, **decided: Any) -> tuple[str, ...]:
+    """Return the options of a command: the settings that a study holds, and what it decides.
+
+    The latter may be placeholders, so none of them is checked here.
+    """
+    return tuple(arguments_of(command.model_construct(**dict(settings) | decided)))
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table, or several of one meaning: one for each spec, and each task.
+
+    It is declared where it is measured. Whatever reads the table refers to it.
+
+    Attributes:
+        name: with places for the spec and the task, such as quant/{spec}/kl_divergence; its last
+            part is the figure's name in result.json.
+        title: in words.
+        unit: of its values and of the ends of its interval; empty for none.
+        better: direction that is better; empty where none is.
+    """
 
     name: str
+    title: str = ""
+    unit: str = ""
+    better: Literal["lower", "higher", ""] = ""
+    type: Type = "number"
+
+    @property
+    def figure(self) -> str:
+        """The name of the figure in result.json."""
+        return self.name.rpartition("/")[2]
+
+    @property
+    def is_share(self) -> bool:
+        """Shown in percent."""
+        return self.unit == SHARE
+
+    @property
+    def shown_unit(self) -> str:
+        """The unit as tables show it."""
+        return "%" if self.is_share else self.unit
+
+    def of(self, spec: str, task: str = "") -> str:
+        """Return the name of the column of a spec; with a task, of that task alone.
+
+        >>> Column("tasks/{spec}/{task}/accuracy").of("rtn-b4-g32")
+        'tasks/rtn-b4-g32/accuracy'
+        """
+        return self.name.format(spec=spec, task=task).replace("//", "/")
+
+    def signed(self, value: float) -> str:
+        """Return a difference in words: '+0.123%' of shares, else '-0.00123' in the unit."""
+        return f"{100 * value:+z.3g}%" if self.is_share else f"{value:+z.3g}"
+
+
+class Reading(NamedTuple):
+    """A value of the table, and the keys that lead to it in what was measured."""
+
+    column: str
     keys: tuple[str | int, ...]
+    unit: str = ""
     type: Type = "number"
 
     def value(self, measured: Any) -> Any:
@@ -86,32 +148,37 @@ class Column(NamedTuple):
         return measured
 
 
-def bounded(name: str, figure: str, *place: str) -> list[Column]:
-    """Return the columns of a figure and of its interval, which is beside it by its name."""
+def alone(column: Column, name: str, *keys: str) -> Reading:
+    """Return the reading of a column without an interval."""
+    return Reading(name, keys, column.unit, column.type)
+
+
+def bounded(column: Column, name: str, *keys: str) -> list[Reading]:
+    """Return a figure and its interval, which is beside it by the figure's name."""
     return [
-        Column(name, (*place, figure)),
-        Column(f"{name}_low", (*place, "intervals", figure, 0)),
-        Column(f"{name}_high", (*place, "intervals", figure, 1)),
+        Reading(name, (*keys, column.figure), column.unit),
+        Reading(f"{name}_low", (*keys, "intervals", column.figure, 0), column.unit),
+        Reading(f"{name}_high", (*keys, "intervals", column.figure, 1), column.unit),
     ]
 
 
-def estimated(name: str, *place: str) -> list[Column]:
-    """Return the columns of an estimate."""
+def estimated(column: Column, name: str, *keys: str) -> list[Reading]:
+    """Return the values of an estimate."""
     return [
-        Column(name, (*place, "mean")),
-        Column(f"{name}_standard_error", (*place, "standard_error")),
-        Column(f"{name}_low", (*place, "interval", 0)),
-        Column(f"{name}_high", (*place, "interval", 1)),
+        Reading(name, (*keys, "mean"), column.unit),
+        Reading(f"{name}_standard_error", (*keys, "standard_error")),
+        Reading(f"{name}_low", (*keys, "interval", 0), column.unit),
+        Reading(f"{name}_high", (*keys, "interval", 1), column.unit),
     ]
 
 
-class Result(NamedTuple):
-    """A result that every measured model has, with its columns of the table."""
+class TabledResult(NamedTuple):
+    """A result that every measured model has, with its values in the table."""
 
     folder: str
     spec: str
     measured: type[Read]
-    columns: list[Column]
+    readings: list[Reading]
 
     def read(self, path: Path) -> dict[str, Any]:
         """Return the values of the columns from a result.json.
@@ -126,7 +193,7 @@ class Result(NamedTuple):
                 f"{path} is a result of {result.spec.name} of {result.model.path}, and was copied"
                 f" there; {REMEASURE}"
             )
-        return {column.name: column.value(result.measured) for column in self.columns}
+        return {each.column: each.value(result.measured) for each in self.readings}
 
 
 @dataclass(frozen=True)
@@ -139,7 +206,7 @@ class Kind[Settings]:
     name: str
     models: Literal["all", "weights", "last"]  # every one, all but averages, the last of each run
     steps: Callable[[Settings, Subject, Mapping[str, list[Step]]], list[Step]]
-    tabled: Callable[[Settings], list[Result]] = lambda _: []  # its results in the table
+    tabled: Callable[[Settings], list[TabledResult]] = lambda _: []  # its results in the table
     averages: Callable[[Settings], bool] = lambda _: False  # of weights too, where it is of weights
     shares_work: bool = False  # several processes share the work on whole models
     shares_model: bool = False  # several GPUs share a model that is too large for one
@@ -160,8 +227,6 @@ class Kind[Settings]:
             for table in self.tabled(settings)
         }
 
-    def columns(self, settings: Settings) -> dict[str, Type]:
-        """Return the columns of the table, with their types."""
-        return {
-            column.name: column.type for table in self.tabled(settings) for column in table.columns
-        }
+    def columns(self, settings: Settings) -> dict[str, Reading]:
+        """Return what the table holds, by its columns."""
+        return {each.column: each for table in self.tabled(settings) for each in table.readings}

@@ -5,34 +5,54 @@ At the last one of each run also by further methods, and block by block.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from base.frozen import Frozen, field_of
 from ckpt_tools.hf.measured import Quantization
-from quant_eval.methods import METHODS
-from quant_eval.settings import Bos, RunSettings
+from quant_eval.settings import LossSettings, RunSettings
 from quant_eval.specs import parse_spec
-from study.measurements.kind import Column, Kind, Result, Subject, bounded
-from study.paths import quantization_result, result
-from study.pipeline.step import Step, python
-
-FIGURES = (
-    "cross_entropy",
-    "cross_entropy_quantized",
-    "absolute_error",
-    "relative_error",
-    "kl_divergence",
-    "top1_agreement",
+from study.measurements.kind import (
+    NATS,
+    SHARE,
+    Column,
+    Kind,
+    Reading,
+    Subject,
+    TabledResult,
+    alone,
+    bounded,
+    options,
 )
-COUNTS = ("tokens", "documents")
+from study.paths import quantization_result, result
+from study.step import Step, python
+
+CROSS_ENTROPY = Column("quant/{spec}/cross_entropy", "loss", NATS, "lower")
+QUANTIZED_LOSS = Column("quant/{spec}/cross_entropy_quantized", "quantized loss", NATS, "lower")
+LOSS_INCREASE = Column("quant/{spec}/absolute_error", "loss increase", NATS, "lower")
+RELATIVE_ERROR = Column("quant/{spec}/relative_error", "relative error", SHARE, "lower")
+DIVERGENCE = Column("quant/{spec}/kl_divergence", "KL divergence", NATS, "lower")
+AGREEMENT = Column(
+    "quant/{spec}/top1_agreement",
+    "share of tokens with the same most likely token",
+    SHARE,
+    "higher",
+)
+TOKENS = Column("quant/{spec}/tokens", "predicted tokens", "tokens", type="count")
+DOCUMENTS = Column("quant/{spec}/documents", "documents", type="count")
+FIGURES = (
+    *(CROSS_ENTROPY, QUANTIZED_LOSS, LOSS_INCREASE),
+    *(RELATIVE_ERROR, DIVERGENCE, AGREEMENT),
+)
+COLUMNS = (*FIGURES, TOKENS, DOCUMENTS)
+# The measures of what quantization costs, the one of less noise first.
+ERRORS = (DIVERGENCE, RELATIVE_ERROR)
 
 
-class QuantizationSettings(Frozen):
-    """The quantization of every checkpoint, with its calibration and evaluation."""
+class QuantizationSettings(LossSettings):
+    """The specs that checkpoints are quantized with, and the settings of their losses."""
 
-    specs: tuple[str, ...] = Field(min_length=1)
+    specs: tuple[str, ...] = Field(min_length=1, description="for every checkpoint")
     along: tuple[str, ...] = Field(
         default=(), description="further specs, for every checkpoint, shown among the methods"
     )
@@ -43,24 +63,17 @@ class QuantizationSettings(Frozen):
         default=(),
         description=(
             "specs measured block by block at the last checkpoint of each run, with the curvature"
-            " along their steps; the first spans the slices"
-        ),
-    )
-    calibration_sequences: int = Field(ge=1)
-    calibration_draws: int = Field(
-        default=3,
-        ge=1,
-        description=(
-            "draws of the calibration text, each quantized and measured; one block by block, and of"
-            " specs that read none"
+            " along their steps (`step`); the first spans the slices (`slice`)"
         ),
     )
     eval_tokens: int = Field(ge=1, description="predicted tokens of each loss")
     block_tokens: int = Field(
-        ge=1, description="the same block by block: with B blocks 2 B + 1 losses are measured"
+        ge=1,
+        description=(
+            "the same block by block, of one calibration draw: with B blocks 2 B + 1 losses are"
+            " measured"
+        ),
     )
-    dtype: Literal["fp32", "bf16"] = field_of(RunSettings, "dtype")
-    bos: Bos = field_of(RunSettings, "bos")
 
     @property
     def everywhere(self) -> tuple[str, ...]:
@@ -105,19 +118,20 @@ def is_calibrated(specs: Iterable[str]) -> bool:
     return any(parse_spec(spec).needs_calibration for spec in specs)
 
 
-def calibration_options(
-    specs: Iterable[str], settings: QuantizationSettings, subject: Subject
+def quantizing_options(
+    command: type[BaseModel],
+    settings: BaseModel,
+    specs: Iterable[str],
+    calibration: str,
+    **decided: Any,
 ) -> tuple[str, ...]:
-    """Return the options that name the calibration text, for a process that measures these specs.
+    """Return the options of a process that quantizes with these specs.
 
-    Those that need none do not read it: they share the process, and its pass through the full
-    model, with those that do.
+    Specs that need no calibration do not read its text: they share the process, and its pass
+    through the full model, with those that do.
     """
-    if not is_calibrated(specs):
-        return ()
-    sequences = str(settings.calibration_sequences)
-    prefix = subject.texts["calibration"].prefix
-    return ("--calibration", prefix, "--calibration-sequences", sequences)
+    text = calibration if is_calibrated(specs) else None
+    return options(command, settings, calibration=text, device="{device}", **decided)
 
 
 def _uses(specs: Iterable[str]) -> tuple[str, ...]:
@@ -125,37 +139,15 @@ def _uses(specs: Iterable[str]) -> tuple[str, ...]:
 
 
 def _options(
-    specs: tuple[str, ...], settings: QuantizationSettings, subject: Subject, tokens: int
+    specs: tuple[str, ...], settings: QuantizationSettings, subject: Subject, **decided: Any
 ) -> tuple[str, ...]:
-    """Return the options of losses on so many tokens."""
-    return (
-        *calibration_options(specs, settings, subject),
-        *("--eval", subject.texts["held_out"].prefix),
-        *("--eval-tokens", str(tokens)),
-        *computing_options(settings),
-    )
-
-
-def computing_options(settings: QuantizationSettings) -> tuple[str, ...]:
-    """Return the options that losses and tasks share."""
-    is_said = settings.bos != RunSettings.model_fields["bos"].default
-    bos = ("--bos", settings.bos) if is_said else ()
-    return ("--dtype", settings.dtype, *bos, "--device", "{device}")
-
-
-def draw_options(specs: Iterable[str], settings: QuantizationSettings) -> tuple[str, ...]:
-    """Return the option that draws the calibration text several times; none where no spec reads it.
-
-    Of specs that share a process it holds for those that are calibrated.
-    """
-    unsaid = RunSettings.model_fields["calibration_seeds"].default
-    several = settings.calibration_draws != unsaid and is_calibrated(specs)
-    return ("--calibration-seeds", str(settings.calibration_draws)) if several else ()
+    calibration, held_out = subject.texts["calibration"].prefix, subject.texts["held_out"].prefix
+    return quantizing_options(RunSettings, settings, specs, calibration, eval=held_out, **decided)
 
 
 def _launched(specs: tuple[str, ...]) -> tuple[str, ...]:
     """Return how a quantization starts: other projects' methods run in one process."""
-    own = all(METHODS[parse_spec(spec).method].library == "quantdyn" for spec in specs)
+    own = all(parse_spec(spec).library == "quantdyn" for spec in specs)
     return ("{launch}" if own else "{python}", "-m", "quant_eval", "run")
 
 
@@ -174,10 +166,7 @@ def _steps(
             uses=_uses((spec,)),
             models=(subject.hf,),
             specs=("--spec", spec),
-            tail=(
-                *_options(specs, settings, subject, settings.eval_tokens),
-                *draw_options(specs, settings),
-            ),
+            tail=_options(specs, settings, subject),
             expected_seconds=12.0 if is_method else 4.0,
         )
         for spec in specs
@@ -189,12 +178,13 @@ def _block_steps(
 ) -> list[Step]:
     specs = settings.by_block
     results = tuple(result(subject.run, subject.model, "blocks", spec) for spec in specs)
+    one_draw = {"eval_tokens": settings.block_tokens, "calibration_seeds": 1}
+    of_blocks = settings.model_copy(update=one_draw)
     command = (
         *_launched(specs),
         subject.hf,
         *(word for spec in specs for word in ("--spec", spec)),
-        *_options(specs, settings, subject, settings.block_tokens),
-        *("--per-block", "--dense"),
+        *_options(specs, of_blocks, subject, per_block=True, dense=True),
         *(word for path in results for word in ("--out", f"{{study}}/{Path(path).parent}")),
     )
     seconds = 5.0 + 6.0 * len(specs)
@@ -204,24 +194,22 @@ def _block_steps(
     ]
 
 
-def _of_figure(name: str, figure: str) -> list[Column]:
-    """Return the columns of a figure: value, interval, and standard errors by source."""
+def _of_figure(figure: Column, spec: str) -> list[Reading]:
+    """Return what the table has of a figure: value, interval, and standard errors by source."""
+    name = figure.of(spec)
     errors = [
-        Column(f"{name}/{figure}_se_{source}", ("standard_errors", figure, source))
+        Reading(f"{name}_se_{source}", ("standard_errors", figure.figure, source))
         for source in ("documents", "draws")
     ]
-    return [*bounded(f"{name}/{figure}", figure), *errors]
+    return [*bounded(figure, name), *errors]
 
 
-def _tabled(specs: tuple[str, ...]) -> list[Result]:
+def _tabled(specs: tuple[str, ...]) -> list[TabledResult]:
     results = []
     for spec in specs:
-        name = f"quant/{spec}"
-        columns = [
-            *(column for figure in FIGURES for column in _of_figure(name, figure)),
-            *(Column(f"{name}/{count}", (count,), "count") for count in COUNTS),
-        ]
-        results.append(Result("quant", spec, Quantization, columns))
+        readings = [reading for figure in FIGURES for reading in _of_figure(figure, spec)]
+        readings += [alone(count, count.of(spec), count.figure) for count in (TOKENS, DOCUMENTS)]
+        results.append(TabledResult("quant", spec, Quantization, readings))
     return results
 
 

@@ -3,47 +3,54 @@
 Also the loss on the plane through a run's last two checkpoints and the quantized last one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt_tools.hf.measured import Step as MeasuredStep
-from study.measurements.curvature import CurvatureSettings, product_options
-from study.measurements.kind import Kind, Result, Subject, estimated
+from ckpt_tools.hf.measured import MeasuredStep
+from curvature.settings import PlaneSettings, PredictionSettings, SliceSettings, StepSettings
+from study.measurements.curvature import product_options
+from study.measurements.kind import NATS, Column, Kind, Subject, TabledResult, estimated, options
 from study.paths import curvature_result
-from study.pipeline.step import Step
+from study.step import Step
 
-FIGURES = (
-    *("first_order", "second_order", "predicted", "measured", "remainder"),
-    "relative_difference",
+TERMS = (  # of the loss increase
+    Column("curvature/step-{spec}/first_order", "g.delta", NATS),
+    Column("curvature/step-{spec}/second_order", "delta'H delta / 2", NATS),
+    Column("curvature/step-{spec}/predicted", "their sum", NATS),
+    Column("curvature/step-{spec}/measured", "measured increase", NATS),
+    Column("curvature/step-{spec}/remainder", "remainder", NATS),
 )
-RATIOS = ("step_to_mean", "step_to_signed")  # of nothing there is none
+DIFFERENCE = Column("curvature/step-{spec}/relative_difference", "predicted / measured - 1")
+RATIOS = (  # of curvatures; of nothing there is none
+    Column("curvature/step-{spec}/step_to_mean", "step / mean"),
+    Column("curvature/step-{spec}/step_to_signed", "step / random signs"),
+)
+COLUMNS = (*TERMS, DIFFERENCE, *RATIOS)
 
 
-class Along(NamedTuple):
-    """The quantization steps that curvature is measured along, by spec."""
+class Along[Settings](NamedTuple):
+    """The quantization steps that a measurement is along, by spec, and its settings."""
 
     specs: tuple[str, ...]
-    curvature: CurvatureSettings
+    settings: Settings
 
 
-def _command(subject: Subject, measurement: str) -> tuple[str, ...]:
-    text = ("--data", subject.texts["held_out"].prefix, "--device", "{device}")
-    return ("{launch}", "-m", "curvature", measurement, subject.hf, *text)
+def _command(subject: Subject, measurement: str, options: Iterable[str]) -> tuple[str, ...]:
+    return ("{launch}", "-m", "curvature", measurement, subject.hf, *options)
 
 
-def _steps(along: Along, subject: Subject, steps_by_kind: Mapping[str, list[Step]]) -> list[Step]:
-    settings, (blocks,) = along.curvature, steps_by_kind["blocks"]
-    command = (
-        *_command(subject, "step"),
-        *product_options(settings),
-        *("--microbatches", str(settings.step_microbatches)),
-        *(
-            word
-            for result in blocks.outputs
-            for word in ("--quantized", f"{{study}}/{Path(result).parent}")
-        ),
-    )
+def _quantized(outputs: Iterable[str]) -> Iterator[str]:
+    for output in outputs:
+        yield from ("--quantized", f"{{study}}/{Path(output).parent}")
+
+
+def _steps(
+    along: Along[PredictionSettings], subject: Subject, steps_by_kind: Mapping[str, list[Step]]
+) -> list[Step]:
+    (blocks,) = steps_by_kind["blocks"]
+    chosen = product_options(StepSettings, along.settings, subject)
+    command = _command(subject, "step", (*chosen, *_quantized(blocks.outputs)))
     return [
         subject.step(
             "step",
@@ -59,37 +66,27 @@ def _steps(along: Along, subject: Subject, steps_by_kind: Mapping[str, list[Step
     ]
 
 
-def _tabled(along: Along) -> list[Result]:
+def _tabled(along: Along[PredictionSettings]) -> list[TabledResult]:
     results = []
     for spec in along.specs:
-        name = f"curvature/step-{spec}"
-        columns = [
-            *(
-                column
-                for figure in FIGURES
-                for column in estimated(f"{name}/{figure}", "whole", figure)
-            ),
-            *(
-                column
-                for ratio in RATIOS
-                for column in estimated(f"{name}/{ratio}", "whole", "ratios", ratio)
-            ),
-        ]
-        results.append(Result("curvature", f"step-{spec}", MeasuredStep, columns))
+        readings = []
+        for figure in (*TERMS, DIFFERENCE):
+            readings += estimated(figure, figure.of(spec), "whole", figure.figure)
+        for ratio in RATIOS:
+            readings += estimated(ratio, ratio.of(spec), "whole", "ratios", ratio.figure)
+        results.append(TabledResult("curvature", f"step-{spec}", MeasuredStep, readings))
     return results
 
 
 def _slice_steps(
-    along: Along, subject: Subject, steps_by_kind: Mapping[str, list[Step]]
+    along: Along[PlaneSettings], subject: Subject, steps_by_kind: Mapping[str, list[Step]]
 ) -> list[Step]:
-    settings, (blocks,), before = along.curvature, steps_by_kind["blocks"], subject.before
+    (blocks,), before = steps_by_kind["blocks"], subject.before
     assert before, "a study with steps saves two checkpoints of each run"
-    command = (
-        *_command(subject, "slice"),
-        *("--previous", before.hf),
-        *("--quantized", f"{{study}}/{Path(blocks.outputs[0]).parent}"),
-        *("--grid", str(settings.slice_grid), "--sequences", str(settings.slice_sequences)),
-    )
+    models = ("--previous", before.hf, *_quantized(blocks.outputs[:1]))
+    text = ("--data", subject.texts["held_out"].prefix)
+    chosen = options(SliceSettings, along.settings, device="{device}")
+    command = _command(subject, "slice", (*text, *models, *chosen))
     return [
         subject.step(
             "slice",
@@ -103,5 +100,5 @@ def _slice_steps(
     ]
 
 
-STEP = Kind[Along]("step", "last", _steps, _tabled, shares_model=True)
-SLICE = Kind[Along]("slice", "last", _slice_steps)
+STEP = Kind[Along[PredictionSettings]]("step", "last", _steps, _tabled, shares_model=True)
+SLICE = Kind[Along[PlaneSettings]]("slice", "last", _slice_steps)

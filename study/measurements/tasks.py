@@ -1,63 +1,44 @@
 """The accuracy of quantized models on downstream tasks, at the last checkpoint of each run."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
-from base.frozen import Frozen, field_of
 from ckpt_tools.hf.measured import Tasks
-from quant_eval.settings import TaskSettings
-from quant_eval.tasks.table import PAPER_TASKS
-from study.measurements.kind import Kind, Result, Subject, bounded
-from study.measurements.quantization import (
-    QuantizationSettings,
-    calibration_options,
-    check_specs,
-    computing_options,
-    is_calibrated,
-)
+from quant_eval.paper_tasks import choose_tasks
+from quant_eval.settings import QuestionSettings, TaskSettings
+from study.measurements.kind import SHARE, Column, Kind, Subject, TabledResult, bounded
+from study.measurements.quantization import check_specs, is_calibrated, quantizing_options
 from study.paths import result
-from study.pipeline.step import Step
+from study.step import Step
 
-FIGURES = ("accuracy", "accuracy_quantized", "degradation")
+ACCURACY = Column("tasks/{spec}/{task}/accuracy", "accuracy", SHARE, "higher")
+QUANTIZED = Column("tasks/{spec}/{task}/accuracy_quantized", "quantized accuracy", SHARE, "higher")
+DEGRADATION = Column(
+    "tasks/{spec}/{task}/degradation", "accuracy lost / accuracy before", SHARE, "lower"
+)
+COLUMNS = (ACCURACY, QUANTIZED, DEGRADATION)  # without a task: the mean of the tasks
 
 
-class TasksSettings(Frozen):
+class TasksSettings(QuestionSettings):
     """Downstream tasks of the last checkpoint of each run, full and quantized.
 
     By default the twelve of arXiv 2510.06213 (section 3.2), with five examples each.
     """
 
-    specs: tuple[str, ...] = Field(min_length=1)
-    tasks: tuple[str, ...] = Field(default=tuple(PAPER_TASKS), min_length=1)
-    shots: int = field_of(TaskSettings, "shots")
-    documents: int | None = field_of(TaskSettings, "limit")
+    specs: tuple[str, ...] = Field(min_length=1, description="for the last checkpoint of each run")
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         check_specs(self.specs)
-        unknown = [task for task in self.tasks if task not in PAPER_TASKS]
-        if unknown:
-            raise ValueError(f"no task '{unknown[0]}'; take some of {', '.join(PAPER_TASKS)}")
+        choose_tasks(self.tasks)
         return self
 
 
-class Accuracies(NamedTuple):
-    """Tasks, and the quantization that they are measured of."""
-
-    tasks: TasksSettings
-    quantization: QuantizationSettings
-
-
-def _steps(settings: Accuracies, subject: Subject, _: Mapping[str, list[Step]]) -> list[Step]:
-    tasks, quantization = settings
-    options = (
-        *calibration_options(tasks.specs, quantization, subject),
-        *("--tasks", ",".join(tasks.tasks), "--shots", str(tasks.shots)),
-        *(("--limit", str(tasks.documents)) if tasks.documents else ()),
-        *computing_options(quantization),
-    )
+def _steps(settings: TasksSettings, subject: Subject, _: Mapping[str, list[Step]]) -> list[Step]:
+    calibration = subject.texts["calibration"].prefix
+    options = quantizing_options(TaskSettings, settings, settings.specs, calibration)
     return [
         subject.step(
             "tasks",
@@ -70,21 +51,21 @@ def _steps(settings: Accuracies, subject: Subject, _: Mapping[str, list[Step]]) 
             tail=options,
             expected_seconds=600.0,
         )
-        for spec in tasks.specs
+        for spec in settings.specs
     ]
 
 
-def _tabled(settings: Accuracies) -> list[Result]:
+def _tabled(settings: TasksSettings) -> list[TabledResult]:
     results = []
-    for spec in settings.tasks.specs:
-        columns = []
-        for figure in FIGURES:
-            columns += bounded(f"tasks/{spec}/{figure}", figure, "mean")
-        for task in settings.tasks.tasks:
-            for figure in FIGURES:
-                columns += bounded(f"tasks/{spec}/{task}/{figure}", figure, "tasks", task)
-        results.append(Result("tasks", spec, Tasks, columns))
+    for spec in settings.specs:
+        readings = []
+        for figure in COLUMNS:
+            readings += bounded(figure, figure.of(spec), "mean")
+        for task in settings.names:
+            for figure in COLUMNS:
+                readings += bounded(figure, figure.of(spec, task), "tasks", task)
+        results.append(TabledResult("tasks", spec, Tasks, readings))
     return results
 
 
-TASKS = Kind[Accuracies]("tasks", "last", _steps, _tabled, online=True, shares_work=True)
+TASKS = Kind[TasksSettings]("tasks", "last", _steps, _tabled, online=True, shares_work=True)

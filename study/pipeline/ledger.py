@@ -7,15 +7,17 @@ SLURM and status all ask here.
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
 from base.files import sha256_of, write_json
-from base.reading import read_object
-from study.pipeline.damage import changed_record, gone, remedy
-from study.pipeline.step import Step
-from train.run.directory import RunDirectory, step_of
+from base.reading import read_object, read_sealed
+from ckpt_tools.hf.directory import DOWNLOAD_JSON, LINEAGE_JSON, RESULT_JSON
+from study.paths import MLFLOW_STORE
+from study.step import Step
+from train.run.directory import CHECKPOINT_JSON, RunDirectory, step_of
 from train.run.status import Status, divergence
 
 
@@ -214,5 +216,96 @@ class Ledger:
 
 
 def _missing(error: FileNotFoundError) -> str:
-    place = Path(error.filename).resolve()
-    return f"{place} is missing; copy it from where the study was made, or run"
+    path = Path(error.filename).resolve()
+    return f"{path} is missing; copy it from where the study was made, or run"
+
+
+SEALED = (CHECKPOINT_JSON, LINEAGE_JSON, DOWNLOAD_JSON, RESULT_JSON)
+
+
+def remedy(kind: str) -> str:
+    """Return what to do about a damaged output of a step of this kind.
+
+    Training makes its newest checkpoint again by itself, and no earlier one: that would cost all
+    later ones without a question.
+    """
+    if kind == "train":
+        return (
+            "restore it, or move it and the checkpoints after it away: 'python -m study run' trains"
+            " from the one before"
+        )
+    return "'python -m study run' makes it again"
+
+
+def changed_record(output: Path, kind: str) -> str | None:
+    """Return what is wrong with a record that a step of a kind left; None for a sound one."""
+    if output.name not in SEALED:
+        return None
+    try:
+        read_sealed(output, remedy(kind))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def gone(output: Path, kind: str) -> Path | None:
+    """Return the first file that an unchanged record vouches for and that is not there whole.
+
+    By existence and size: hashes of models and texts are compared where they are read. Shards of a
+    checkpoint are not looked for, since nothing but an export reads them.
+
+    Args:
+        output: the record.
+        kind: of the step that left it.
+    """
+    if kind in ("export", "average", "download") and output.name in (LINEAGE_JSON, DOWNLOAD_JSON):
+        files = read_object(output).get("files", {})
+    elif kind == "prepare":
+        content = read_object(output)
+        files = {f"{output.stem}.{key}": content[key] for key in ("bin", "idx") if key in content}
+    elif kind == "mirror":
+        store = output.parents[1] / MLFLOW_STORE
+        is_own = str(read_object(output).get("store")).endswith(f"/{MLFLOW_STORE}")
+        return store if is_own and not store.is_file() else None
+    else:
+        return None
+
+    for name, record in files.items():
+        path: Path = output.parent / name
+        if not path.is_file() or path.stat().st_size != record["bytes"]:
+            return path
+    return None
+
+
+def status_lines(ledger: Ledger) -> Iterator[str]:
+    """Yield a line per kind of step, and which runs diverged; steps left out are none to wait for.
+
+    Of each kind the first step that is open, and why; then every damaged file.
+    """
+    steps = list(ledger.steps.values())
+    complete, left_out = ledger.complete_steps(), ledger.steps_left_out()
+    ended = complete | left_out.keys()
+    for kind in dict.fromkeys(step.kind for step in steps):
+        of_kind = [step for step in steps if step.kind == kind]
+        line = f"{kind:10} {sum(step.name in complete for step in of_kind)}/{len(of_kind)}"
+        reasons = [left_out[step.name] for step in of_kind if step.name in left_out]
+        if reasons:
+            line += f"  {left_out_words(reasons)}"
+        first = next((step for step in of_kind if step.name not in ended), None)
+        if first:
+            awaited = [f"waits for {name}" for name in first.after if name not in ended]
+            line += f"  next: {first.name}: {awaited[0] if awaited else ledger.reason(first)}"
+        yield line
+    for words in dict.fromkeys(ledger.damage(step) for step in steps):
+        if words:
+            yield f"damaged: {words}"
+    for step in steps:
+        status = ledger.divergence(step)
+        if status:
+            yield f"{status.words}; that is a result, it is not trained again"
+    yield f"{len(complete)}/{len(steps)} steps complete in {ledger.directory}"
+
+
+def left_out_words(reasons: list[str]) -> str:
+    """Return '3 left out: lr1 diverged at step 2', with every reason once."""
+    return f"{len(reasons)} left out: {'; '.join(dict.fromkeys(reasons))}"

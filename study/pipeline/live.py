@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from study.pipeline.processes import Process, Processes
-from study.pipeline.step import Machine, last_error, resolve
+from study.step import Machine, last_error, resolve
 
 # The process is of a low priority: where steps want every core it gets a tenth of one. It rests for
 # twice the time that it took, so it takes less than 4% of one core from the steps.
@@ -31,7 +31,7 @@ class LiveView:
         self._process: Process | None = None
         self._started_at = time.monotonic()
         self._next_at = self._started_at + EVERY_SECONDS if command else math.inf
-        self._said: str | None = None
+        self._last_reason: str | None = None
 
     def turn(self) -> str | None:
         """Begin a refresh if it is time for one; return a line if the last one failed anew."""
@@ -45,9 +45,11 @@ class LiveView:
         reason = None
         if status:
             reason = last_error(self.log, 0) or f"it ended with status {status}; read the log"
-        self._said, said = reason, self._said
-        failed = f"report and MLflow stay as they were, log {self.log}: {reason}"
-        return failed if reason and reason != said else None
+        is_new = reason != self._last_reason
+        self._last_reason = reason
+        if reason and is_new:
+            return f"report and MLflow stay as they were, log {self.log}: {reason}"
+        return None
 
     def _begin(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)

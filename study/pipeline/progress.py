@@ -13,7 +13,7 @@ from rich.progress import Progress as RichProgress
 
 from base.progress import PLAIN_LINE_EVERY_SECONDS
 from study.pipeline.ledger import Ledger
-from study.pipeline.step import COMMAND_PROMPT, Step
+from study.step import COMMAND_PROMPT, Step
 
 
 def _clock(seconds: float) -> str:

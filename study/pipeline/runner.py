@@ -19,7 +19,7 @@ from study.pipeline.ledger import Ledger
 from study.pipeline.live import LiveView
 from study.pipeline.processes import Process, Processes
 from study.pipeline.progress import StudyProgress
-from study.pipeline.step import (
+from study.step import (
     COMMAND_PROMPT,
     Machine,
     Step,
@@ -29,7 +29,7 @@ from study.pipeline.step import (
     resolve,
     shared,
 )
-from study.pipeline.steps import FINAL, ONLINE
+from study.steps import FINAL, ONLINE
 from train.run.launch import HUNG
 
 PROJECT = Path(__file__).resolve().parents[2]

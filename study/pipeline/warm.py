@@ -18,17 +18,18 @@ import sys
 from contextlib import suppress
 
 from base.cli import quick_imports
+from study.content import modules
 from study.pipeline.supervise import supervise
 from study.tracking.store import import_mlflow
 
 IMPORTED = (
-    "ckpt_tools.averaging.average",
+    "ckpt_tools.averaging",
     "ckpt_tools.export",
     "curvature.measurement",
     "curvature.slices.measurement",
     "curvature.step.measurement",
     "mlflow.store.tracking.sqlalchemy_store",
-    "quant_eval.libraries.bitsandbytes",
+    "quant_eval.rounding.bitsandbytes",
     "quant_eval.measuring.measurement",
     "study.report.report",
     "study.results.collect",
@@ -49,7 +50,7 @@ def import_all() -> None:
     with quick_imports():
         with suppress(ImportError):  # the command shows what is wrong where it is looked for
             import_mlflow()
-        for name in IMPORTED:
+        for name in (*IMPORTED, *modules()):
             with suppress(ImportError):
                 importlib.import_module(name)
 

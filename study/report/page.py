@@ -16,10 +16,9 @@ import jinja2
 import vl_convert
 
 from base.files import replaced_file
-from study.figures.drawing import DIRECTORY, Shown
+from study.figures.figure import DIRECTORY, DrawnFigure
 from study.figures.looks import Runs
 
-HEADLINES = 2  # figures beside the claims
 SCRIPT = """
 "use strict";
 const page = JSON.parse(document.getElementById("charts").textContent);
@@ -68,7 +67,7 @@ def policy(scripts: tuple[str, ...]) -> str:
     return "; ".join((*rules, "img-src data: blob:", "base-uri 'none'", "form-action 'none'"))
 
 
-def write_page(path: Path, shown: list[Shown], runs: Runs, **content: Any) -> None:
+def write_page(path: Path, shown: list[DrawnFigure], runs: Runs, **content: Any) -> None:
     """Render the template aside with these figures, then rename the file."""
     pictures = {figure.name: base64.b64encode(figure.png).decode() for figure in shown}
     charts = {figure.name: figure.chart for figure in shown if figure.chart}
@@ -77,7 +76,6 @@ def write_page(path: Path, shown: list[Shown], runs: Runs, **content: Any) -> No
     scripts = (library(), SCRIPT) if charts else ()
     content |= {"figures": shown, "pictures": pictures, "folder": DIRECTORY, "charts": text}
     content |= {"runs": runs, "scripts": scripts, "policy": policy(scripts)}
-    content |= {"headlines": HEADLINES}
     templates = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     pages = jinja2.Environment(
         loader=templates,

@@ -5,37 +5,35 @@ from itertools import product
 from pathlib import Path
 
 from base.environment import PROJECT, version_line
-from dynamics.recipes import PROFILES, RECIPES, resolve
+from base.frozen import in_words
 from study.definition import Study
 from study.machine.hardware import Hardware
 from study.machine.needs import Needs
 from study.pipeline.runner import MODELS_PER_PROCESS
-from study.pipeline.step import Step, batches, shared, shown
-from study.pipeline.steps import steps_of
+from study.recipes.parts import PROFILES
+from study.recipes.resolve import resolve, whole_recipes
 from study.released import ReleasedRun
-from study.results.averages import average_title, kept_averages
+from study.results.averages import kept_averages
+from study.step import Step, batches, shared, shown
+from study.steps import steps_of
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
-from train.run.schedules import describe
 
-FAMILIES = {"olmo2": "OLMo2", "llama": "Llama", "gpt_neox": "GPT-NeoX"}
 ENGINE_PACKAGES = {"megatron": "megatron-core", "deepspeed": "deepspeed"}
 
 
 def _of_run(run: RunConfig) -> dict[str, str]:
     """Return the settings of a training in words, by name."""
-    model, optimizer = run.model, run.optimizer
-    algorithm = "Muon and AdamW" if optimizer.uses_muon else "AdamW"
+    model = run.model
     sizes = " to ".join(map(str, run.batch_sizes))
     return {
-        "model": f"{FAMILIES[model.family]}, {model.num_hidden_layers} layers, width"
+        "model": f"{model.row.title}, {model.num_hidden_layers} layers, width"
         f" {model.hidden_size}, vocabulary {model.vocab_size}",
         "training": f"{run.total_steps} steps of {sizes} x {run.data.sequence_length}"
         f" tokens, {run.precision}",
-        "schedule": describe(run),
-        "optimizer": f"{algorithm}, betas {optimizer.beta1:g} and {optimizer.beta2:g}, weight decay"
-        f" {optimizer.weight_decay:g} ({optimizer.decay}), seed {run.seed}",
+        "schedule": run.schedule.describe(run.warmup_steps),
+        "optimizer": f"{run.optimizer.describe()}, seed {run.seed}",
     }
 
 
@@ -43,14 +41,12 @@ def _training_rows(directory: Path, study: Study) -> dict[str, str]:
     """Return settings of the training; values that differ between runs are listed once each."""
     each = [_of_run(run) for run in study.trained]
     rows = {name: "; ".join(dict.fromkeys(row[name] for row in each)) for name in each[0]}
-    averages = [average_title(average) for average in kept_averages(study)]
+    averages = [average.describe() for average in kept_averages(study)]
     if averages:
         steps = ", ".join(map(str, study.averaged_steps))
         rows["averages"] = f"{'; '.join(averages)}; quantized at {steps or 'no step'}"
     if study.soups:
-        rows["soups"] = "; ".join(f"{soup.name}, {average_title(soup)}" for soup in study.soups)
-    if study.settings:
-        rows["set"] = ", ".join(study.settings)
+        rows["soups"] = "; ".join(f"{soup.name}, {soup.describe()}" for soup in study.soups)
     run = study.trained[0]
     zero = f", ZeRO stage {run.zero.stage}" if run.engine == "deepspeed" else ""
     ranks = Needs(study, Hardware.recorded(directory), directory).trainings[run.name].ranks
@@ -69,38 +65,6 @@ def _training_rows(directory: Path, study: Study) -> dict[str, str]:
     return rows
 
 
-def _measuring_rows(study: Study) -> dict[str, str]:
-    quantization, curvature = study.quantization, study.curvature
-    quantized = [
-        f"{', '.join(quantization.specs)}; {quantization.calibration_sequences} calibration"
-        f" sequences, {quantization.calibration_draws} draws; losses over"
-        f" {quantization.eval_tokens} tokens in {quantization.dtype}"
-    ]
-    if quantization.methods:
-        quantized.append(f"at the end of training also {', '.join(quantization.methods)}")
-    if quantization.along:
-        quantized.append(f"further methods at every checkpoint: {', '.join(quantization.along)}")
-    if quantization.by_block:
-        specs = ", ".join(quantization.by_block)
-        quantized.append(f"{specs} block by block, over {quantization.block_tokens} tokens")
-    rows = {"quantization": "; ".join(quantized)}
-    if curvature:
-        batch = f"x {curvature.microbatch_sequences} sequences"
-        fixed = f"on {curvature.fixed_sequences} sequences"
-        curved = [
-            f"{curvature.pairs} pairs of a probe and {curvature.microbatch_sequences} sequences",
-            f"largest eigenvalue {fixed if curvature.lambda_max else 'not measured'}",
-        ]
-        if quantization.by_block:
-            curved.append(f"steps on {curvature.step_microbatches} {batch}")
-            curved.append(
-                f"slices of {curvature.slice_grid} x {curvature.slice_grid} points on"
-                f" {curvature.slice_sequences} sequences"
-            )
-        rows["curvature"] = "; ".join(curved)
-    return rows
-
-
 def settings_of(directory: Path, study: Study) -> dict[str, str]:
     """Return model, schedule, measurements, software and sources of the study, by name.
 
@@ -110,7 +74,9 @@ def settings_of(directory: Path, study: Study) -> dict[str, str]:
     rows = {run.name: f"{run.source}, {run.course}" for run in released}
     if study.trained:
         rows |= _training_rows(directory, study)
-    rows |= _measuring_rows(study)
+    if study.settings:
+        rows["set"] = ", ".join(study.settings)
+    rows |= {part: in_words(settings) for part, settings in study.measured_by.items()}
     if study.sources:
         rows["sources"] = "; ".join(study.sources)
     return rows | {"this report": version_line()}
@@ -118,7 +84,7 @@ def settings_of(directory: Path, study: Study) -> dict[str, str]:
 
 def _run_again(study: Study) -> str:
     command = f"python -m study run {study.name}"
-    candidates = [recipe for recipe in RECIPES if study.name.startswith(recipe)]
+    candidates = [recipe for recipe in whole_recipes() if study.name.startswith(recipe)]
     for recipe, profile in product(candidates, PROFILES):
         if not study.name.startswith(resolve(recipe, profile).name):
             continue  # its settings may not fit

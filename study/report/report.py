@@ -5,28 +5,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from base.statistics import INTERVAL_LEVEL
-from dynamics.choices.text import learning_rate_line
-from dynamics.claims.page import HEAD, NOTE, claims_table, judge_all
-from dynamics.claims.verdict import Evidence
-from dynamics.forecast.page import back_test_tables
 from quant_eval.measuring.statistics import METHOD
+from study.claims.page import HEAD, NOTE, claims_table, judge_all
+from study.claims.verdict import Evidence
+from study.content import loaded
 from study.definition import Study
 from study.figures.canvas import Canvas
-from study.figures.drawing import draw_all
+from study.figures.figure import draw_all
+from study.measurements.quantization import DOCUMENTS
 from study.paths import REPORT
-from study.report.cells import Table
-from study.report.effects import effect_tables
-from study.report.files import write_tables
+from study.report.cells import Table, write_tables
 from study.report.page import write_page
 from study.report.provenance import commands, settings_of
 from study.report.tables import (
     average_table,
+    effect_tables,
     end_table,
     heat_tables,
     method_table,
     step_table,
 )
-from study.results.diverged import diverged_runs
+from study.results.collect import diverged_runs
 from study.results.effects import effects_of
 from study.results.paired import Paired
 from study.results.summary import enumeration, summarize
@@ -40,7 +39,10 @@ def write_report(directory: Path, study: Study) -> Path:
     canvas, paired = Canvas(study, rows, directory), Paired(directory)
     shown, empty = draw_all(canvas)
     effects = effect_tables(study, effects_of(study, rows, paired))
-    tables = [*_tables(study, rows, paired), *back_test_tables(directory, study, rows)]
+    evidence = Evidence(study, rows, paired)
+    tables = _tables(study, rows, paired)
+    tables += [table for make in loaded("tables") for table in make(evidence)]
+    sentences = [make(evidence) for make in loaded("sentences")]
     write_tables(directory, [*effects, *tables])
     write_page(
         directory / REPORT,
@@ -49,7 +51,7 @@ def write_report(directory: Path, study: Study) -> Path:
         study=study,
         newest=_newest(directory),
         facts=" ".join([_facts(study, rows), *_diverged(directory, study)]),
-        choice=learning_rate_line(Evidence(study, rows, paired)),
+        choice=" ".join(filter(None, sentences)),
         effects=effects,
         claims_head=HEAD,
         claims=claims_table(judge_all(study, rows, paired)),
@@ -104,7 +106,7 @@ def _diverged(directory: Path, study: Study) -> list[str]:
 
 
 def _intervals(study: Study, rows: Sequence[Row]) -> str:
-    column = f"quant/{study.quantization.specs[0]}/documents"
+    column = DOCUMENTS.of(study.quantization.specs[0])
     counts = sorted({row[column] for row in rows} - {None})
     documents = " or ".join(map(str, counts)) or "0"
     return (

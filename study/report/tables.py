@@ -1,13 +1,24 @@
-"""Tables of the report: figures of the ends of training, with their intervals."""
+"""Tables of the report: effects of the factors, and figures of the ends of training."""
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from dynamics.figures.methods import shown_methods
-from study.axes import text_of
+from base.statistics import INTERVAL_LEVEL
+from quant_eval.specs import parse_spec
+from study.axes import Axis, text_of
 from study.definition import Study
+from study.measurements.kind import NATS, Column
+from study.measurements.quantization import (
+    CROSS_ENTROPY,
+    DIVERGENCE,
+    QUANTIZED_LOSS,
+    RELATIVE_ERROR,
+)
+from study.measurements.step import RATIOS, TERMS
 from study.measurements.titles import spec_title
 from study.report.cells import (
+    MISSING,
     Bounded,
     Cell,
     Table,
@@ -20,20 +31,94 @@ from study.report.cells import (
     percent_digits,
 )
 from study.results.averages import compared_models
+from study.results.effects import Effect, Measured, measures
 from study.results.paired import Paired
-from study.results.summary import RunSummary
+from study.results.summary import RunSummary, enumeration
 from study.results.table import Row
 
-STEP_TERMS = {
-    "first_order": "g.delta",
-    "second_order": "delta'H delta / 2",
-    "predicted": "their sum",
-    "measured": "measured increase",
-    "remainder": "remainder",
-}
-STEP_RATIOS = {"step_to_mean": "step / mean", "step_to_signed": "step / random signs"}
+WIDTH = 110
+
+
+def effect_tables(study: Study, effects: Mapping[str, Sequence[Effect]]) -> list[Table]:
+    """Return a table for every factor: each of its values against the first, by each measure."""
+    return [_table(study, axis, effects[axis.key]) for axis in study.axes if axis.key in effects]
+
+
+def _table(study: Study, axis: Axis, effects: Sequence[Effect]) -> Table:
+    compared: dict[tuple[str, str], dict[Measured, Effect]] = {}
+    for effect in effects:
+        compared.setdefault((effect.value, effect.reference), {})[effect.measure] = effect
+    body = [
+        [
+            Cell(f"{value} against {reference}"),
+            *(_cell(by_measure.get(measure)) for measure in measures(study)),
+            Cell(_counted([effect.pairs for effect in by_measure.values()])),
+        ]
+        for (value, reference), by_measure in compared.items()
+    ]
+    figures = [figure for _, figure in measures(study)]
+    titles = [FINAL_LOSS if figure == CROSS_ENTROPY else figure.title for figure in figures]
+    names = [f"{title}, {figure.shown_unit}" for title, figure in zip(titles, figures, strict=True)]
+    head = [axis.title, *names, "pairs of runs"]
+    groups = [("", 2), *((spec_title(spec), 2) for spec in study.quantization.specs), ("", 1)]
+    return Table(
+        f"Effect of {axis.name} at the end", _note(study, axis, effects), head, body, groups
+    )
+
+
+def _cell(effect: Effect | None) -> Cell:
+    """Return the difference as the claims show theirs, with its interval and p-value."""
+    if effect is None:
+        return Cell(MISSING)
+    estimate, figure = effect.estimate, effect.measure.figure
+    values = (estimate.value, *estimate.interval())
+    scale = 100 if figure.is_share else 1
+    text, low, high = map(figure.signed, values)
+    p = f"p {estimate.p_value():.2g}" + ("" if estimate.holds_seeds else "*")
+    numbers = (*(scale * value for value in values), estimate.p_value())
+    return Cell(text, f"[{low}, {high}], {p}", numbers=numbers)
+
+
+def _counted(counts: Sequence[int]) -> str:
+    return " to ".join(dict.fromkeys(f"{end(counts)}" for end in (min, max)))
+
+
+def _note(study: Study, axis: Axis, effects: Sequence[Effect]) -> str:
+    """Return what is compared, and which noise the intervals hold and leave out."""
+    if not effects:
+        return f"No two measured ends differ in {axis.name} alone: nothing can be compared."
+    equal = enumeration(["seed", *(other.name for other in study.axes if other is not axis)])
+    estimates = [effect.estimate for effect in effects]
+    sources = dict.fromkeys(name for estimate in estimates for name in estimate.sources)
+    note = (
+        f"Differences between runs of equal {equal}, over the same documents and calibration draws."
+        f" {INTERVAL_LEVEL:.0%} intervals, and p of no difference (Student's t, not corrected for"
+        f" the number of comparisons), hold {enumeration(list(sources))}."
+    )
+    if not all(estimate.holds_seeds for estimate in estimates):
+        note += (
+            " * One training of each value: they leave out the seed of training, which moves the"
+            " difference too."
+        )
+    return note
+
+
+def effects_text(tables: Sequence[Table]) -> Iterator[str]:
+    """Yield the tables as plain text: a paragraph per comparison, a line per measure."""
+    for table in tables:
+        yield table.title
+        for line in table.body:
+            yield f"{line[0].text}:"
+            names = table.columns[1:-1]
+            width = max(map(len, names))
+            for name, shown in zip(names, line[1:-1], strict=True):
+                yield f"  {name:{width}}  {shown.text} {shown.interval}".rstrip()
+        yield from textwrap.wrap(table.note, WIDTH)
+        yield ""
+
+
+FINAL_LOSS = "final loss"
 DARKEST = 0.55  # opacity of the largest value of a heat table
-NATS = "nats per token"
 PERCENT = "%"
 OF_FIRST_SEED = " Measured for the first seed of each setting."
 
@@ -43,26 +128,26 @@ def end_table(study: Study, summaries: Sequence[RunSummary], paired: Paired) -> 
     groups: dict[str, list[RunSummary]] = {}
     for summary in summaries:
         groups.setdefault(summary.group, []).append(summary)
-    ends = [[end.last for end in own] for own in groups.values()]
-    controls = [[end.control for end in own] for own in groups.values()]
+    ends = [[end.last for end in of_group] for of_group in groups.values()]
+    controls = [[end.control for end in of_group] for of_group in groups.values()]
     measured = [ends, controls] if study.controls else [ends]
 
     specs = study.quantization.specs
-    columns = [[cell(_mean(rows, specs[0], "cross_entropy", paired), 3) for rows in ends]]
+    columns = [[cell(_mean(rows, specs[0], CROSS_ENTROPY, paired), 3) for rows in ends]]
     for spec in specs:
         divergences = [
-            [_mean(rows, spec, "kl_divergence", paired) for rows in of] for of in measured
+            [_mean(rows, spec, DIVERGENCE, paired) for rows in side] for side in measured
         ]
         digits = digits_of_smallest(chain(*divergences))
         columns += [[cell(value, digits) for value in values] for values in divergences]
-        shares = [_mean(rows, spec, "relative_error", paired) for rows in ends]
+        shares = [_mean(rows, spec, RELATIVE_ERROR, paired) for rows in ends]
         digits = percent_digits(shares)
         columns.append([cell(value, digits, 100, PERCENT) for value in shares])
 
     body = [[Cell(group), *cells] for group, *cells in zip(groups, *columns, strict=True)]
-    names = [f"KL divergence, {NATS}", "the same, not annealed"][: len(measured)]
-    names.append("relative error")
-    head = [study.heading, f"final loss, {NATS}", *names * len(specs)]
+    names = [f"{DIVERGENCE.title}, {NATS}", "the same, not annealed"][: len(measured)]
+    names.append(RELATIVE_ERROR.title)
+    head = [study.heading, f"{FINAL_LOSS}, {NATS}", *names * len(specs)]
     heads = [("", 2), *((spec_title(spec), len(names)) for spec in specs)]
     return Table("End of training", _means_note(groups), head, body, heads)
 
@@ -75,9 +160,9 @@ def _means_note(groups: Mapping[str, Sequence[RunSummary]]) -> str:
     return f"Means over {seeds} seeds; their intervals hold documents, calibration draws and seeds."
 
 
-def _mean(rows: Sequence[Row | None], spec: str, figure: str, paired: Paired) -> Bounded | None:
+def _mean(rows: Sequence[Row | None], spec: str, figure: Column, paired: Paired) -> Bounded | None:
     """Return the figure of one row, or the mean of those of several seeds; None for missing."""
-    column = f"quant/{spec}/{figure}"
+    column = figure.of(spec)
     measured = [row for row in rows if row is not None and row[column] is not None]
     if len(measured) < 2:
         return bounded(measured[0], column) if measured else None
@@ -103,27 +188,32 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary]) -> list[Table]:
     ends = {
         (first.text_of(end.run.name), text_of(others, end.run.name)): end.last for end in summaries
     }
-    heads, columns = (list(dict.fromkeys(place[axis] for place in ends)) for axis in (0, 1))
+    heads, columns = (list(dict.fromkeys(values[axis] for values in ends)) for axis in (0, 1))
     groups = [("", 1), (" and ".join(axis.name for axis in others), len(columns))]
 
     tables = []
     for spec in study.quantization.specs:
-        figure = f"quant/{spec}/kl_divergence"
-        values = all_bounded(ends.values(), figure)
+        column = DIVERGENCE.of(spec)
+        values = all_bounded(ends.values(), column)
         digits = digits_of_smallest(values)
         largest = max((each.value for each in values), default=1.0)
         body = []
         for head in heads:
             line = [Cell(head)]
-            for place in ((head, column) for column in columns):
-                value = bounded(ends.get(place), figure)
+            for values_of_end in ((head, other) for other in columns):
+                value = bounded(ends.get(values_of_end), column)
                 shade = DARKEST * value.value / largest if value and largest > 0 else 0.0
-                shown = cell(value, digits) if place in ends else Cell("")
+                shown = cell(value, digits) if values_of_end in ends else Cell("")
                 line.append(shown._replace(shade=round(max(shade, 0.0), 3)))
             body.append(line)
         title = f"KL divergence at the end of training: {spec_title(spec)}"
         tables.append(Table(title, "Nats per token.", [first.name, *columns], body, groups))
     return tables
+
+
+def shown_methods(study: Study) -> list[str]:
+    """Return every spec of the last checkpoints, by rising number of bits."""
+    return sorted(study.quantization.at_the_end, key=lambda spec: parse_spec(spec).bits)
 
 
 def method_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
@@ -133,7 +223,7 @@ def method_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
     body = []
     detailed = _detailed(study, summaries)
     for spec in shown_methods(study):
-        values = [bounded(end.last, f"quant/{spec}/kl_divergence") for end in detailed]
+        values = [bounded(end.last, DIVERGENCE.of(spec)) for end in detailed]
         digits = digits_of_smallest(values)
         body.append([Cell(spec_title(spec)), *(cell(value, digits) for value in values)])
     note = f"KL divergence in {NATS}, by {study.heading}."
@@ -149,15 +239,15 @@ def average_table(study: Study, rows: Sequence[Row]) -> Table | None:
         return None
 
     specs = study.quantization.specs
-    figures = ("cross_entropy_quantized", "relative_error", "kl_divergence")
-    columns = [f"quant/{specs[0]}/cross_entropy"]
-    columns += [f"quant/{spec}/{figure}" for spec in specs for figure in figures]
+    figures = (QUANTIZED_LOSS, RELATIVE_ERROR, DIVERGENCE)
+    shown = [(CROSS_ENTROPY, specs[0]), *((figure, spec) for spec in specs for figure in figures)]
 
     # digits, factor and unit of each column
     formats: dict[str, tuple[int, float, str]] = {}
-    for column in columns:
-        formats[column] = (5 if column.endswith("kl_divergence") else 3, 1, "")
-        if column.endswith("relative_error"):
+    for figure, spec in shown:
+        column = figure.of(spec)
+        formats[column] = (5 if figure == DIVERGENCE else 3, 1, "")
+        if figure.is_share:
             digits = percent_digits(bounded(row, column) for *_, row in compared)
             formats[column] = (digits, 100, PERCENT)
     body = [
@@ -187,15 +277,15 @@ def step_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
     detailed = _detailed(study, summaries)
     for spec in study.quantization.by_block:
         terms = {}
-        for name in STEP_TERMS:
-            term = f"curvature/step-{spec}/{name}"
+        for term in (column.of(spec) for column in TERMS):
             terms[term] = digits_of_errors((bounded(end.last, term) for end in detailed), 1e3)
-        ratios = [f"curvature/step-{spec}/{ratio}" for ratio in STEP_RATIOS]
+        ratios = [ratio.of(spec) for ratio in RATIOS]
         for end in detailed:
             line = [Cell(end.label), Cell(spec_title(spec))]
             line += [cell(bounded(end.last, term), digits, 1e3) for term, digits in terms.items()]
             body.append([*line, *(cell(bounded(end.last, ratio), 2) for ratio in ratios)])
-    head = [study.heading, "quantization", *STEP_TERMS.values(), *STEP_RATIOS.values()]
+    titles = [column.title for column in (*TERMS, *RATIOS)]
+    head = [study.heading, "quantization", *titles]
     note = (
         "The step delta goes from the weights at the end of training to the quantized ones. Its"
         " curvature, delta'H delta / |delta|\N{SUPERSCRIPT TWO}, is compared with tr H / N of the"
@@ -205,5 +295,5 @@ def step_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
     )
     note += OF_FIRST_SEED if len(detailed) < len(summaries) else ""
     unit = "thousandths of a nat per token"
-    groups = [("", 2), (unit, len(STEP_TERMS)), ("curvature", len(STEP_RATIOS))]
+    groups = [("", 2), (unit, len(TERMS)), ("curvature", len(RATIOS))]
     return Table("Along the quantization step", note, head, body, groups)

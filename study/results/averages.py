@@ -4,16 +4,15 @@ Two kinds: those kept in training (LAWA windows, EMAs), and soups of exported ch
 """
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, assert_never
+from typing import NamedTuple
 
 from quant_eval.specs import parse_spec
 from study.axes import AnyRun
 from study.definition import Study
 from study.released import ReleasedRun
 from study.results.collect import phase_of
-from study.results.summary import Rows, enumeration, in_order
+from study.results.summary import Rows, in_order
 from study.results.table import Row
-from study.soups import SoupSettings
 from train.run.config import RunConfig
 from train.run.optimization import Ema, Lawa
 
@@ -21,19 +20,6 @@ from train.run.optimization import Ema, Lawa
 def kept_averages(study: Study) -> list[Lawa | Ema]:
     """Return the averages that the runs keep in training, each once."""
     return list(dict.fromkeys(average for run in study.trained for average in run.averages))
-
-
-def average_title(average: Lawa | Ema | SoupSettings) -> str:
-    """Return 'LAWA, 5 weights 16 steps apart' or 'soup of steps 592 and 640'."""
-    match average:
-        case SoupSettings(steps=steps):
-            return f"soup of steps {enumeration([str(step) for step in steps])}"
-        case Lawa(window=window, interval_steps=interval):
-            return f"LAWA, {window} weights {interval} steps apart"
-        case Ema(decay=decay, interval_steps=interval):
-            return f"EMA, decay {decay:g} every {interval} steps"
-        case _:
-            assert_never(average)
 
 
 def average_label(average: Lawa | Ema, others: Iterable[Lawa | Ema]) -> str:
@@ -53,27 +39,27 @@ def compared_models(study: Study, rows: Rows) -> Iterator[tuple[str, str, Row]]:
     A model is the label of its run, its own name in words, and its row.
     """
     averages = (*kept_averages(study), *study.soups)
-    titles = {average.name: average_title(average) for average in averages}
+    titles = {average.name: average.describe() for average in averages}
     soups = {soup.name for soup in study.soups}
     for run in in_order(study):
-        own = [row for row in rows if row["run"] == run.name]
-        averaged = [row for row in own if row["average"]]
+        of_run = [row for row in rows if row["run"] == run.name]
+        averaged = [row for row in of_run if row["average"]]
         last_of_phase = {row["phase"]: row["step"] for row in averaged}
         of_soups = {row["step"] for row in averaged if row["average"] in soups}
         steps = {*last_of_phase.values(), *of_soups}
-        for row in own:
+        for row in of_run:
             if row["step"] in steps:
                 title = titles[row["average"]] if row["average"] else _weights(run, row)
                 yield study.label_of(run), title, row
 
 
 def _weights(run: AnyRun, row: Row) -> str:
-    place = row["phase"]
-    if place == "anneal":
-        place = "annealed" if row["step"] == run.total_steps else "in the anneal"
+    phase = row["phase"]
+    if phase == "anneal":
+        phase = "annealed" if row["step"] == run.total_steps else "in the anneal"
     elif isinstance(run, RunConfig) and run.schedule.anneal:
-        place = "before the anneal"
-    return f"step {row['step']}, {place}"
+        phase = "before the anneal"
+    return f"step {row['step']}, {phase}"
 
 
 class Made(NamedTuple):
@@ -83,14 +69,14 @@ class Made(NamedTuple):
     phase: str | None = None
     step: int | None = None
 
-    def place(self, study: Study, run: AnyRun) -> tuple[str, int] | None:
+    def end_of(self, study: Study, run: AnyRun) -> tuple[str, int] | None:
         """Return run and step of it, of this run or its parent; None where the study has none."""
         if isinstance(run, ReleasedRun):
             return None
-        led = [(run, run.total_steps)]
+        path = [(run, run.total_steps)]
         if run.branch_from:
-            led.append((study.parent_of(run), run.branch_from.step))
-        for trained, last in led:
+            path.append((study.parent_of(run), run.branch_from.step))
+        for trained, last in path:
             for model in reversed(study.models_of(trained)):
                 fits = (
                     model.average == self.name
@@ -106,8 +92,8 @@ class Made(NamedTuple):
 def against_annealed(study: Study) -> dict[str, Made]:
     """Return the averages to compare with the annealed weights by title: kept ones, and soups."""
     kept = {
-        f"{average_title(average)}, before the anneal": Made(average.name, phase="stable")
+        f"{average.describe()}, before the anneal": Made(average.name, phase="stable")
         for average in kept_averages(study)
     }
-    soups = {average_title(soup): Made(soup.name, step=soup.steps[-1]) for soup in study.soups}
+    soups = {soup.describe(): Made(soup.name, step=soup.steps[-1]) for soup in study.soups}
     return kept | soups

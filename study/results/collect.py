@@ -8,14 +8,16 @@ but the last weights, and curvature of averages where the settings leave it out.
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from base.frozen import fingerprint
 from study.axes import AnyRun
 from study.definition import Study
 from study.paths import MeasuredModel, checkpoint_directory, model_record
 from study.released import ReleasedRun
 from study.results.table import Row, axis_columns, figure_columns, values_on
 from train.run.config import RunConfig
-from train.run.directory import CHECKPOINT_JSON, read_checkpoint_record
+from train.run.directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
 from train.run.schedules import learning_rate
+from train.run.status import divergence
 
 
 class Collected(NamedTuple):
@@ -102,3 +104,26 @@ def _model_values(directory: Path, run: AnyRun, model: MeasuredModel) -> dict[st
         "train_loss": None if model.average else record.train_loss,
         "held_out_loss": record.held_out_loss,
     }
+
+
+def diverged_runs(directory: Path, study: Study) -> dict[str, str]:
+    """Return the runs without an end, in words by name: 'lr1e5 diverged at step 2: ...'.
+
+    A branch of a checkpoint that never came is among them.
+    """
+    words = {}
+    for run in sorted(study.trained, key=lambda run: run.branch_from is not None):
+        status = divergence(RunDirectory(directory / run.name), fingerprint(run))
+        if status:
+            words[run.name] = status.words
+        elif run.branch_from:
+            parent = study.parent_of(run)
+            status = divergence(RunDirectory(directory / parent.name), fingerprint(parent))
+            if status and status.step <= run.branch_from.step:
+                words[run.name] = f"{run.name} cannot start, since {status.words}"
+    return {run.name: words[run.name] for run in study.trained if run.name in words}
+
+
+def left_out_lines(directory: Path, study: Study) -> list[str]:
+    """Return a line for every run that diverged, for what is made of the others."""
+    return [f"left out: {words}" for words in diverged_runs(directory, study).values()]

@@ -9,16 +9,15 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from quant_eval.estimate import Estimate
-from study.axes import Axis
+from study.axes import Axis, Value
 from study.definition import Study
-from study.differences import Value
+from study.measurements.kind import Column
+from study.measurements.quantization import CROSS_ENTROPY, ERRORS
 from study.results.paired import Paired, Weighted
 from study.results.summary import Rows, RunSummary, summarize
 from study.results.table import Row
 from train.run.config import RunConfig
 
-LOSS = "cross_entropy"
-ERRORS = ("kl_divergence", "relative_error")
 Place = tuple[Value, ...]  # the values of a run on the other axes
 Pair = tuple[Row, Row]  # the end at the reference, and at the other value
 
@@ -27,7 +26,7 @@ class Measured(NamedTuple):
     """A figure of a quantization; the loss in full precision is that beside the first one."""
 
     spec: str
-    figure: str
+    figure: Column
 
 
 class Effect(NamedTuple):
@@ -52,7 +51,7 @@ def measures(study: Study) -> list[Measured]:
     """Return what effects are measured by: the final loss, and the errors at every spec."""
     specs = study.quantization.specs
     errors = [Measured(spec, figure) for spec in specs for figure in ERRORS]
-    return [Measured(specs[0], LOSS), *errors]
+    return [Measured(specs[0], CROSS_ENTROPY), *errors]
 
 
 def effects_of(study: Study, rows: Rows, paired: Paired) -> dict[str, list[Effect]]:
@@ -76,7 +75,7 @@ def _effects_on(
     for value in others:
         pairs = _pairs(study, axis, ends, (reference, value))
         for measure in measures(study):
-            replicates = _replicates(pairs, f"quant/{measure.spec}/{measure.figure}")
+            replicates = _replicates(pairs, measure.figure.of(measure.spec))
             if replicates:
                 estimate = paired.estimate(replicates, measure.spec, measure.figure)
                 count = sum(map(len, replicates)) // 2
@@ -101,8 +100,8 @@ def _pairs(
         assert end.last is not None
         assert isinstance(end.run, RunConfig)
         name = end.run.name
-        place = end.run.seed, tuple(other.values[name] for other in others)
-        places.setdefault(place, {}).setdefault(axis.values[name], []).append(end.last)
+        key = end.run.seed, tuple(other.values[name] for other in others)
+        places.setdefault(key, {}).setdefault(axis.values[name], []).append(end.last)
     pairs: dict[int, dict[Place, Pair]] = {}
     for (seed, elsewhere), by_value in places.items():
         first, second = (by_value.get(value, []) for value in values)
@@ -115,20 +114,22 @@ def _replicates(pairs: dict[int, dict[Place, Pair]], column: str) -> list[Weight
     """Return for each seed the mean difference over the other axes; of what all seeds measured."""
     measured = {
         seed: {
-            place: pair
-            for place, pair in by_place.items()
+            elsewhere: pair
+            for elsewhere, pair in by_place.items()
             if all(row[column] is not None and math.isfinite(row[column]) for row in pair)
         }
         for seed, by_place in pairs.items()
     }
     by_seed = [by_place for by_place in measured.values() if by_place]
-    shared = (
-        [place for place in by_seed[0] if all(place in own for own in by_seed)] if by_seed else []
-    )
-    if not shared:
+    if not by_seed:
         return []
-    weight = 1 / len(shared)
+    first, *others = by_seed
+    shared = [each for each in first if all(each in seed for seed in others)]
     return [
-        [part for place in shared for part in ((own[place][1], weight), (own[place][0], -weight))]
-        for own in by_seed
+        [
+            part
+            for reference, other in (of_seed[each] for each in shared)
+            for part in ((other, 1 / len(shared)), (reference, -1 / len(shared)))
+        ]
+        for of_seed in (by_seed if shared else [])
     ]

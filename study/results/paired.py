@@ -16,6 +16,7 @@ from ckpt_tools.hf.results import Result, read_result
 from quant_eval.compare import crossed
 from quant_eval.estimate import Crossed, Estimate, estimate_of
 from study.definition import load_study
+from study.measurements.kind import Column
 from study.paths import MeasuredModel, quantization_result
 from study.results.table import Row
 
@@ -30,7 +31,7 @@ class Paired:
         self._results: dict[Path, Result[Quantization]] = {}
 
     def estimate(
-        self, replicates: Sequence[Weighted], spec: str, figure: str, minus: str = ""
+        self, replicates: Sequence[Weighted], spec: str, figure: Column, minus: str = ""
     ) -> Estimate:
         """Return the mean over seeds of a weighted sum of a figure of several models.
 
@@ -44,7 +45,7 @@ class Paired:
         return estimate_of(self.crossed(replicates, spec, figure, minus))
 
     def crossed(
-        self, replicates: Sequence[Weighted], spec: str, figure: str, minus: str = ""
+        self, replicates: Sequence[Weighted], spec: str, figure: Column, minus: str = ""
     ) -> Crossed:
         """Return a weighted sum of a figure of several models by seed, document and draw.
 
@@ -61,7 +62,7 @@ class Paired:
             ]
             for weighted in replicates
         ]
-        return crossed(terms, figure)
+        return crossed(terms, figure.figure)
 
     @cached_property
     def _models(self) -> dict[tuple[str, int, str | None], MeasuredModel]:
@@ -75,12 +76,12 @@ class Paired:
     def _model(self, row: Row) -> MeasuredModel:
         return self._models[row["run"], row["step"] or 0, row["average"]]
 
-    def _result(self, row: Row, spec: str, figure: str) -> Result[Quantization]:
+    def _result(self, row: Row, spec: str, figure: Column) -> Result[Quantization]:
         path = self.directory / quantization_result(row["run"], self._model(row), spec)
         if path not in self._results:
             self._results[path] = read_result(path, Quantization)
         result = self._results[path]
-        _check(path, row, f"quant/{spec}/{figure}", getattr(result.measured, figure))
+        _check(path, row, figure.of(spec), getattr(result.measured, figure.figure))
         return result
 
 

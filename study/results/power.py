@@ -4,10 +4,12 @@ Shapes: S seeds, D documents, K calibration draws.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 from scipy.special import nctdtr, stdtrit
 
 from base.errors import UserError
@@ -25,13 +27,18 @@ from quant_eval.estimate import (
     mean_squares,
     sources_of,
 )
+from study.definition import Study
+from study.measurements.quantization import DIVERGENCE, ERRORS
+from study.measurements.titles import spec_title
+from study.results.paired import Paired, Weighted
+from study.results.summary import Rows, RunSummary, summarize
 
 POWER = 0.8
 MOST_SEEDS = 30  # that a table looks for
 LARGE = 1e6  # degrees of freedom from which Student's t is normal
 
 
-class Plan(NamedTuple):
+class PowerPlan(NamedTuple):
     """The size of a study."""
 
     seeds: int
@@ -54,11 +61,11 @@ class Components:
         evenness: documents of equal length that tell as much as one of the study's.
     """
 
-    plan: Plan
+    plan: PowerPlan
     variances: Mapping[Effect, float]
     evenness: float
 
-    def estimate(self, difference: float, plan: Plan) -> Estimate:
+    def estimate(self, difference: float, plan: PowerPlan) -> Estimate:
         """Return the estimate of a difference as a study of this size would have it.
 
         Its sources are those of the expected mean squares.
@@ -78,7 +85,7 @@ class Components:
         }
         return Estimate(difference, sources_of(squares))
 
-    def power(self, difference: float, plan: Plan) -> float:
+    def power(self, difference: float, plan: PowerPlan) -> float:
         """Return how likely a study of this size finds the difference significant.
 
         The test statistic has a noncentral t distribution whose noncentrality is difference /
@@ -86,8 +93,8 @@ class Components:
 
         Example: a difference as large as the deviation between seeds; 80% take ten of them.
             >>> variances = {frozenset({SEEDS}): 1.0}
-            >>> components = Components(Plan(2, 100, 1), variances, evenness=1.0)
-            >>> [round(components.power(1.0, Plan(seeds, 100, 1)), 2) for seeds in (5, 10)]
+            >>> components = Components(PowerPlan(2, 100, 1), variances, evenness=1.0)
+            >>> [round(components.power(1.0, PowerPlan(seeds, 100, 1)), 2) for seeds in (5, 10)]
             [0.4, 0.8]
         """
         estimate = self.estimate(difference, plan)
@@ -106,7 +113,7 @@ class Components:
             (
                 seeds
                 for seeds in range(2, MOST_SEEDS + 1)
-                if self.power(difference, Plan(seeds, documents, draws)) >= POWER
+                if self.power(difference, PowerPlan(seeds, documents, draws)) >= POWER
             ),
             None,
         )
@@ -137,11 +144,11 @@ def components_of(several: Sequence[Crossed]) -> Components:
         )
 
     # summed over the figures: what each effect's mean square has of its own
-    plan = Plan(seeds, *shapes.pop())
+    plan = PowerPlan(seeds, *shapes.pop())
     sums: dict[Effect, float] = {}
     for crossed in several:
         squares = mean_squares(crossed)
-        counts = Plan(*crossed.values_SDK.shape).counts
+        counts = PowerPlan(*crossed.values_SDK.shape).counts
         for effect in squares:
             part = math.fsum(
                 (-1) ** (len(other) - len(effect)) * square.variance
@@ -155,3 +162,105 @@ def components_of(several: Sequence[Crossed]) -> Components:
         {effect: max(0.0, total / len(several)) for effect, total in sums.items()},
         evenness=several[0].equal_documents / plan.documents,
     )
+
+
+ROUNDING = 1e-8  # of the largest variance: none
+MORE_DOCUMENTS, DRAWS_SHOWN = (1, 2, 4), (3, 5, 10)
+
+
+def power_lines(study: Study, rows: Rows, paired: Paired, share: float) -> Iterator[str]:
+    """Yield a table per figure and comparison, for a difference of that share of the figure.
+
+    Raises:
+        UserError: nothing is compared over two seeds yet.
+    """
+    spec, ends = study.quantization.specs[0], summarize(study, rows)
+    compared = _compared(ends, DIVERGENCE.of(spec))
+    if not compared:
+        raise UserError(
+            f"{study.name} has no comparison of the ends of two seeds yet; give its recipe"
+            " seeds=(1, 2) or more, and run it"
+        )
+    for what, comparisons in compared.items():
+        for figure in ERRORS:
+            column = figure.of(spec)
+            every = [
+                row for comparison in comparisons for weighted in comparison for row, _ in weighted
+            ]
+            size = abs(float(np.mean([row[column] for row in every])))
+            components = components_of(
+                [paired.crossed(comparison, spec, figure) for comparison in comparisons]
+            )
+            yield f"{figure.title} ({spec_title(spec)}), {what}: {share:.0%} of {size:.4g}"
+            yield from _table(components, share * size, size)
+
+
+def _compared(ends: Sequence[RunSummary], column: str) -> dict[str, list[list[Weighted]]]:
+    """Return the comparisons of at least two seeds by their kind, each with its replicates."""
+    groups: dict[str, list[RunSummary]] = {}
+    for end in ends:
+        if end.last is not None and end.last.get(column) is not None:
+            groups.setdefault(end.group, []).append(end)
+
+    # a comparison for each seed, by group or by neighbouring groups
+    annealed, neighbours = list[list[Weighted]](), list[list[Weighted]]()
+    for members in groups.values():
+        annealed.append(
+            [
+                [(end.last, 1.0), (end.control, -1.0)]
+                for end in members
+                if end.last and end.control and end.control.get(column) is not None
+            ]
+        )
+    for first, second in pairwise(groups.values()):
+        neighbours.append(
+            [
+                [(two.last, 1.0), (earlier.last, -1.0)]
+                for earlier, two in zip(first, second, strict=False)
+                if earlier.last and two.last
+            ]
+        )
+
+    # one seed shows no spread
+    by_question = {
+        "annealed against its control": annealed,
+        "one setting against the next": neighbours,
+    }
+    several = {
+        what: [comparison for comparison in comparisons if len(comparison) > 1]
+        for what, comparisons in by_question.items()
+    }
+    return {what: comparisons for what, comparisons in several.items() if comparisons}
+
+
+def _percent(share: float) -> str:
+    """Return a share with two digits, such as 6.5% or 150%."""
+    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
+
+
+def _table(components: Components, difference: float, size: float) -> Iterator[str]:
+    seeds, documents, draws = at_hand = components.plan
+    least = ROUNDING * max(components.variances.values())
+    deviations = ", ".join(
+        f"{_named(effect)} {_percent(variance**0.5 / size)}"
+        for effect, variance in components.variances.items()
+        if variance > least
+    )
+    yield f"  standard deviation by source: {deviations or 'none'}"
+    error = components.estimate(difference, at_hand).standard_error
+    yield (
+        f"  {seeds} seeds, {documents} documents and {draws} draws, as at hand: standard error"
+        f" {_percent(error / size)}, power {components.power(difference, at_hand):.0%}"
+    )
+    several = frozenset({DRAWS}) in components.variances
+    columns = sorted({draws, *DRAWS_SHOWN}) if several else [draws]
+    heads = "".join(f"{f'{count} draws':>10}" for count in columns) if several else "     seeds"
+    yield f"  seeds for {POWER:.0%} power{heads}"
+    for count in (times * documents for times in MORE_DOCUMENTS):
+        seeds_needed = [components.least_seeds(difference, count, column) for column in columns]
+        cells = "".join(f"{count or f'>{MOST_SEEDS}':>10}" for count in seeds_needed)
+        yield f"  {f'{count:,} documents':>19}{cells}"
+
+
+def _named(effect: Effect) -> str:
+    return " x ".join(sorted(effect, reverse=True))

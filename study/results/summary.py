@@ -55,14 +55,16 @@ def lineage(study: Study, rows: Rows, run: AnyRun) -> Rows:
 
     They begin with those of the run that a branch leaves, or of the stage before a stage.
     """
-    own = [row for row in rows if row["run"] == run.name]
+    of_run = [row for row in rows if row["run"] == run.name]
     if isinstance(run, ReleasedRun):
         before = stage_before(study.runs, run)
-        return [*(lineage(study, rows, before) if before else ()), *own]
+        return [*(lineage(study, rows, before) if before else ()), *of_run]
     if run.branch_from is None:
-        return own
+        return of_run
     step = run.branch_from.step
-    return [row for row in lineage(study, rows, study.parent_of(run)) if row["step"] <= step] + own
+    return [
+        row for row in lineage(study, rows, study.parent_of(run)) if row["step"] <= step
+    ] + of_run
 
 
 def at_high_rate(rows: Rows) -> Rows:
@@ -94,15 +96,15 @@ def summarize(study: Study, rows: Rows) -> list[RunSummary]:
     """Return one summary per run that is an end of training, in order."""
     summaries = []
     for run in ends_of_training(study):
-        led = lineage(study, rows, run)
+        path = lineage(study, rows, run)
         end = (run.name, run.total_steps)
-        last = next((row for row in trained(led) if (row["run"], row["step"]) == end), None)
+        last = next((row for row in trained(path) if (row["run"], row["step"]) == end), None)
 
         # the last checkpoint before the decay
         if isinstance(run, ReleasedRun):
-            first, anneals = _before_decay(led, last) if pretrains(study, run) else (None, False)
+            first, anneals = _before_decay(path, last) if pretrains(study, run) else (None, False)
         else:
-            stable = [row for row in trained(led) if row["phase"] == "stable"]
+            stable = [row for row in trained(path) if row["phase"] == "stable"]
             anneals = _anneals(run)
             first = stable[-1] if stable and anneals else None
 

@@ -17,9 +17,9 @@ from base.digests import SEAL, digest_of_json
 from base.environment import PROJECT, version
 from base.errors import UserError
 from base.files import replaced_file
-from study.axes import NO_ANNEAL, Axis
+from study.axes import NO_ANNEAL, Axis, Value
 from study.definition import Study
-from study.differences import Value
+from study.measurements.kind import NATS, SHARE, Reading
 
 TABLE = "table.parquet"
 TYPES = {"number": pa.float64(), "count": pa.int64(), "flag": pa.bool_()}
@@ -34,15 +34,8 @@ AXIS_COLUMNS = {  # of the run, after all figures; other axes of the study follo
     "engine": pa.string(),
     "seed": pa.int64(),
 }
-NATS, SHARE = "nats per token", "1"
-CURVATURE = f"{NATS} / (unit of the parameters)^2"
-LOSSES = ("train_loss", "held_out_loss", "cross_entropy", "cross_entropy_quantized")
-INCREASES = ("absolute_error", "kl_divergence", "first_order", "second_order", "predicted")
-SHARES = ("relative_error", "top1_agreement", "accuracy", "accuracy_quantized", "degradation")
-UNITS = {  # of the last part of a column's name
-    **dict.fromkeys((*LOSSES, *INCREASES, "measured", "remainder"), NATS),
-    **dict.fromkeys(("trace", "lambda_max"), CURVATURE),
-    **dict.fromkeys((*SHARES, "lambda_max_residual"), SHARE),
+UNITS = {  # of these; other columns state their own
+    **dict.fromkeys(("train_loss", "held_out_loss"), NATS),
     **{"tokens": "tokens", "step": "steps", "batch_size": "sequences"},
     **dict.fromkeys(("peak_lr", "learning_rate", "weight_decay"), SHARE),
 }
@@ -98,12 +91,12 @@ class Row(Mapping[str, Any]):
 _OF_MODEL = frozenset(field.name for field in fields(Row)) - {"figures"}
 
 
-def figure_columns(study: Study) -> dict[str, pa.DataType]:
-    """Return the columns of all measurements of the study, with their types."""
+def figure_columns(study: Study) -> dict[str, Reading]:
+    """Return what the table holds of all measurements of the study, by its columns."""
     return {
-        name: TYPES[column_type]
+        name: reading
         for kind, settings in study.measurements
-        for name, column_type in kind.columns(settings).items()
+        for name, reading in kind.columns(settings).items()
     }
 
 
@@ -140,24 +133,17 @@ def _type_on(axis: Axis) -> pa.DataType:
 
 def schema_of(study: Study) -> pa.Schema:
     """Return names and types of the table's columns, which the study alone decides."""
-    axes = axis_columns(study)
-    columns = MODEL_COLUMNS | figure_columns(study) | AXIS_COLUMNS
-    columns |= {name: _type_on(axis) for name, axis in axes.items()}
-    units = {name: unit_of(name) for name in columns}
+    axes, figures = axis_columns(study), figure_columns(study)
+    columns = MODEL_COLUMNS | {name: TYPES[each.type] for name, each in figures.items()}
+    columns |= AXIS_COLUMNS | {name: _type_on(axis) for name, axis in axes.items()}
+    units = UNITS | {name: each.unit for name, each in figures.items()}
     units |= {name: axis.unit for name, axis in axes.items() if axis.unit}
     return pa.schema(
-        [pa.field(name, kind, metadata={"unit": units[name]}) for name, kind in columns.items()]
+        [
+            pa.field(name, kind, metadata={"unit": units.get(name, "")})
+            for name, kind in columns.items()
+        ]
     )
-
-
-def unit_of(column: str) -> str:
-    """Return the unit of a column by its name; '1' of shares, empty of what has none.
-
-    >>> unit_of("quant/gptq-b3-g32/kl_divergence_low"), unit_of("tokens")
-    ('nats per token', 'tokens')
-    """
-    figure = column.rpartition("/")[2].removesuffix("_low").removesuffix("_high")
-    return UNITS.get(figure, "")
 
 
 def trained(rows: Sequence[Row]) -> list[Row]:
@@ -187,7 +173,8 @@ def read_table(directory: Path, study: Study) -> list[Row]:
     if not path.exists():
         raise UserError(f"{path} does not exist; {again.replace(' again', '')}")
     try:
-        table = pq.read_table(path)
+        with pq.ParquetFile(path) as file:  # `read_table` would import pandas first
+            table = file.read()
         rows = table.to_pylist()
     except (pa.ArrowException, ValueError, OSError) as error:
         raise UserError(f"{path} is damaged ({error}); {again}") from None

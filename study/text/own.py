@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from base.errors import UserError
 from base.files import sha256_of
 from study.definition import Study, load_study
-from study.text.kinds import USES, OwnText, TokenFiles, places_of
+from study.text_kinds import USES, OwnText, TokenFiles, places_of
 from train.data.manifest import HASHED_AT_START_BYTES, read_manifest
 from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer, vocabulary_size
 
@@ -48,7 +48,7 @@ class TextSource(NamedTuple):
 def source_of(options: TextOptions) -> TextSource:
     """Return what the options name; UserError for what is missing, empty or of no known kind."""
     places = tuple(path.absolute() for path in options.paths)
-    kind, *others = {_kind_of(place) for place in places}
+    kind, *others = {_kind_of(path) for path in places}
     if others or (kind != "files" and len(places) > 1):
         raise UserError(
             f"--text names places of several kinds, or more than one that is not text; give {FORMS}"
@@ -56,7 +56,7 @@ def source_of(options: TextOptions) -> TextSource:
     if kind == "files":
         from train.data.documents import TextFile, check_given_once  # pyarrow
 
-        check_given_once([TextFile(path=place) for place in places])
+        check_given_once([TextFile(path=path) for path in places])
     elif options.key is not None:
         raise UserError(
             f"--key {options.key} is for files of text, {places[0]} holds tokens; leave it out"
@@ -79,17 +79,17 @@ def source_of(options: TextOptions) -> TextSource:
     return TextSource(kind, places, tokenizer, key, sha256, suffix)
 
 
-def _kind_of(place: Path) -> Kind:
-    if (place / "study.json").is_file():
+def _kind_of(path: Path) -> Kind:
+    if (path / "study.json").is_file():
         return "study"
-    if place.is_dir():
-        raise UserError(f"{place} is a directory without a study; give its files, --text {place}/*")
-    if place.is_file() and place.stat().st_size:
+    if path.is_dir():
+        raise UserError(f"{path} is a directory without a study; give its files, --text {path}/*")
+    if path.is_file() and path.stat().st_size:
         return "files"
-    if Path(f"{place}.json").is_file():
+    if Path(f"{path}.json").is_file():
         return "prefix"
-    what = "is empty or no regular file" if place.exists() else "does not exist"
-    raise UserError(f"{place} {what}; --text takes {FORMS}")
+    what = "is empty or no regular file" if path.exists() else "does not exist"
+    raise UserError(f"{path} {what}; --text takes {FORMS}")
 
 
 def _of_study(directory: Path, tokenizer: Path | None) -> tuple[tuple[Path, ...], Path]:
@@ -98,9 +98,9 @@ def _of_study(directory: Path, tokenizer: Path | None) -> tuple[tuple[Path, ...]
         raise UserError(f"{directory} is a study and has its tokenizer; leave --tokenizer out")
     roots = {"{study}": directory, "{root}": directory.parent}
     places = {}
-    for use, place in places_of(load_study(directory).text).items():
-        root, _, rest = place.partition("/")
-        places[use] = roots[root] / rest if root in roots else Path(place)
+    for use, prefix in places_of(load_study(directory).text).items():
+        root, _, rest = prefix.partition("/")
+        places[use] = roots[root] / rest if root in roots else Path(prefix)
     tokenizer = places.pop("tokenizer")
     for path in places.values():
         if not Path(f"{path}.json").is_file():
@@ -122,23 +122,23 @@ def _identity(kind: Kind, places: tuple[Path, ...], tokenizer: Path | None, key:
     if kind != "files":
         from train.data.corpus import open_source
 
-        for place in places:
-            digest.update(open_source(place, verify_hashes=True).manifest.sha256.encode())
+        for path in places:
+            digest.update(open_source(path, verify_hashes=True).manifest.sha256.encode())
         return digest.hexdigest()
     digest.update(b"" if key == DEFAULT_KEY else key.encode())
-    whole = sum(place.stat().st_size for place in places) <= HASHED_AT_START_BYTES
-    for place in places:
-        digest.update(f"{place.stat().st_size}:".encode())
-        digest.update(sha256_of(place).encode() if whole else _sampled(place, len(places)))
+    whole = sum(path.stat().st_size for path in places) <= HASHED_AT_START_BYTES
+    for path in places:
+        digest.update(f"{path.stat().st_size}:".encode())
+        digest.update(sha256_of(path).encode() if whole else _sampled(path, len(places)))
     return digest.hexdigest()
 
 
-def _sampled(place: Path, files: int) -> bytes:
+def _sampled(path: Path, files: int) -> bytes:
     """Return a hash of blocks spread evenly over a file, its first and its last ones among them."""
     digest, count = hashlib.sha256(), max(2, SAMPLED_BLOCKS // files)
-    with place.open("rb") as file:
+    with path.open("rb") as file:
         for number in range(count):
-            file.seek(max(0, place.stat().st_size - BLOCK_BYTES) * number // (count - 1))
+            file.seek(max(0, path.stat().st_size - BLOCK_BYTES) * number // (count - 1))
             digest.update(file.read(BLOCK_BYTES))
     return digest.digest()
 
@@ -212,11 +212,11 @@ def _in_place(study: Study, source: TextSource, needed: tuple[int, ...]) -> Toke
     if study.trained:  # the context of released models is not known yet
         if not train:
             raise UserError(f"{study.name} trains on text, --text names a study without any")
-        for place, tokens in zip(source.places, needed, strict=True):
-            there = read_manifest(place).tokens
+        for prefix, tokens in zip(source.places, needed, strict=True):
+            there = read_manifest(prefix).tokens
             if there < tokens:
                 raise UserError(
-                    f"{place} holds {there:,} tokens, {study.name} reads {tokens:,} of it; give"
+                    f"{prefix} holds {there:,} tokens, {study.name} reads {tokens:,} of it; give"
                     " more text"
                 )
     return TokenFiles(

@@ -11,7 +11,7 @@ from base.errors import UserError
 from base.files import committed_directory, record_files, write_json
 from base.progress import Progress
 from study.text.tokenizer import save_tokenizer, train_tokenizer
-from train.data.share import PLACES, Share, place_of
+from train.data.manifest import PLACES, Share, place_of
 
 SKIPPED_DIRECTORIES = {"tests", "benchmarks", "_antlr"}  # _antlr: tables written by a program
 SHARES = {
@@ -49,9 +49,9 @@ def read_package(package: str) -> dict[str, str]:
     name = requirement.partition("==")[0]
     places = {path.as_posix(): Path(str(path.locate())) for path in files(name) or []}
     contents = {
-        path: place.read_bytes()
-        for path, place in sorted(places.items())
-        if _is_source(path, name) and place.is_file()
+        path: source.read_bytes()
+        for path, source in sorted(places.items())
+        if _is_source(path, name) and source.is_file()
     }
     digest = hashlib.sha256()
     for path, content in contents.items():

@@ -6,8 +6,10 @@ from typing import Any, assert_never
 
 from base.errors import UserError
 from study.definition import Study
-from study.pipeline.step import Step, python
-from study.text.kinds import (
+from study.step import Step, python
+from study.text.own import check_unchanged
+from study.text.package_sources import check_versions
+from study.text_kinds import (
     CORPUS,
     TEXTS,
     USES,
@@ -17,8 +19,6 @@ from study.text.kinds import (
     TokenFiles,
     places_of,
 )
-from study.text.own import check_unchanged
-from study.text.package_sources import check_versions
 
 
 def prefix(study: Study, use: str) -> str:
@@ -28,8 +28,8 @@ def prefix(study: Study, use: str) -> str:
 
 def record(study: Study, use: str) -> str:
     """Return its manifest, relative to the study where it is below the root."""
-    place = prefix(study, use)
-    return f"{place.removeprefix('{study}/').replace('{root}', '..', 1)}.json"
+    named = prefix(study, use)
+    return f"{named.removeprefix('{study}/').replace('{root}', '..', 1)}.json"
 
 
 def used(study: Study) -> tuple[str, ...]:
@@ -45,15 +45,15 @@ def check_text(study: Study, directory: Path) -> None:
     """
     text, outputs = study.text, {output for step in text_steps(study) for output in step.outputs}
     for use in used(study):
-        place = record(study, use)
-        path = _place(directory, place)
+        path_in_study = record(study, use)
+        path = _place(directory, path_in_study)
         if path.is_file():
             continue
         if isinstance(text, OwnText):
             check_unchanged(text)
         if isinstance(text, PackageSources):
             check_versions(text.packages)
-        if place in outputs:
+        if path_in_study in outputs:
             continue
         if not isinstance(text, PreparedText):
             raise UserError(f"{path} does not exist; prepare that text, or give another")
@@ -83,9 +83,9 @@ def check_held_out(study: Study, directory: Path) -> None:
         check_documents(corpus, len(draw_documents(corpus, tokens, seed=0)))
 
 
-def _place(directory: Path, place: str) -> Path:
+def _place(directory: Path, relative: str) -> Path:
     """Return a place that is relative to the study, which may not be there yet."""
-    return Path(os.path.normpath(directory.absolute() / place))
+    return Path(os.path.normpath(directory.absolute() / relative))
 
 
 def text_steps(study: Study) -> list[Step]:
@@ -149,10 +149,12 @@ def _package_steps(text: PackageSources) -> list[Step]:
 
 
 def _prepared_steps(text: PreparedText) -> list[Step]:
-    place = text.tokenizer_directory
-    tokenizer = f"{{root}}/{place}"
+    directory = text.tokenizer_directory
+    tokenizer = f"{{root}}/{directory}"
     fetch = python("ckpt_tools", "download", text.tokenizer, tokenizer, "--tokenizer-only")
-    steps = [Step("tokenizer", "download", fetch, (f"../{place}/tokenizer.json",), resumes=True)]
+    steps = [
+        Step("tokenizer", "download", fetch, (f"../{directory}/tokenizer.json",), resumes=True)
+    ]
     for file in dict.fromkeys(text.files.values()):
         if file.dataset:
             parts = (file.dataset, file.config or "", file.split, file.files or "")

@@ -18,10 +18,9 @@ from base.statistics import LEAST_DOCUMENTS
 from quant_eval.settings import BLOCK_TOKENS
 from study.definition import Study
 from train.data.corpus import open_corpus
-from train.data.manifest import HASHED_AT_START_BYTES
-from train.data.part import token_bytes
-from train.data.reading import read_documents
-from train.data.share import PLACES, Share, place_of
+from train.data.documents import read_documents
+from train.data.manifest import HASHED_AT_START_BYTES, PLACES, Share, place_of
+from train.data.prepare import token_bytes
 from train.data.tokenizer import load_tokenizer
 
 CALIBRATION_DRAWS = 4  # of the calibration text: a draw of all of it would be the only one
@@ -37,7 +36,7 @@ BYTES_PER_TOKEN = {"small": 2.0, "large": 3.0}
 MARGIN_UNTRAINED = 2.0
 
 
-class Needs(NamedTuple):
+class TextNeeds(NamedTuple):
     """The tokens that a study reads: of training text by its longest run, to measure, to calibrate.
 
     Of a held-out document at most `document_tokens` count, so that a loss is over many documents.
@@ -49,7 +48,7 @@ class Needs(NamedTuple):
     document_tokens: int
 
 
-class Survey(NamedTuple):
+class TextSurvey(NamedTuple):
     """A text by documents, D of them.
 
     Attributes:
@@ -63,18 +62,20 @@ class Survey(NamedTuple):
     margin: float
 
 
-def needs_of(study: Study) -> Needs:
+def needs_of(study: Study) -> TextNeeds:
     """Return the tokens that the runs and measurements of a study read."""
     quantization, curvature = study.quantization, study.curvature
     length = max((run.data.sequence_length for run in study.trained), default=BLOCK_TOKENS)
     sequences = max((run.data.held_out_sequences for run in study.trained), default=0)
     if curvature:
         microbatches = max(curvature.pairs, curvature.norm_pairs, curvature.companion_pairs)
-        microbatches = max(microbatches, curvature.step_microbatches)
         products = microbatches * curvature.microbatch_sequences
-        sequences = max(sequences, products, curvature.fixed_sequences, curvature.slice_sequences)
+        sequences = max(sequences, products, curvature.fixed_sequences)
+    if quantization.by_block:
+        products = study.step.microbatches * study.step.microbatch_sequences
+        sequences = max(sequences, products, study.slice.sequences)
     losses = max(quantization.eval_tokens, quantization.block_tokens)
-    return Needs(
+    return TextNeeds(
         train=max((run.total_tokens for run in study.trained), default=0) + 1,
         held_out=max(losses + LOSS_DOCUMENTS, sequences * length + 1),
         calibration=quantization.calibration_sequences * min(length, BLOCK_TOKENS) + 1,
@@ -90,7 +91,7 @@ def needs_of(study: Study) -> Needs:
 
 def survey_files(
     paths: Sequence[Path], key: str, tokenizer: Path | None, vocab_size: int
-) -> Survey:
+) -> TextSurvey:
     """Read every document once; UserError for a file without text, or that is damaged."""
     places, sizes = array("l"), array("q")
     sample: list[str] = []
@@ -116,10 +117,10 @@ def survey_files(
     else:
         margin = MARGIN_UNTRAINED
         per_token = BYTES_PER_TOKEN["large" if vocab_size >= LARGE_VOCABULARY else "small"]
-    return Survey(np.array(places, np.int64), np.array(sizes, np.int64) / per_token + 1, margin)
+    return TextSurvey(np.array(places, np.int64), np.array(sizes, np.int64) / per_token + 1, margin)
 
 
-def survey_tokens(prefix: Path, tokenizer_sha256: str) -> Survey:
+def survey_tokens(prefix: Path, tokenizer_sha256: str) -> TextSurvey:
     """Read every document of a token file once; UserError where another tokenizer made it."""
     corpus = open_corpus(prefix)
     if corpus.manifest.tokenizer_sha256 != tokenizer_sha256:
@@ -128,10 +129,10 @@ def survey_tokens(prefix: Path, tokenizer_sha256: str) -> Survey:
         )
     documents = range(corpus.manifest.documents)
     places = (place_of(token_bytes(corpus.document(index))) for index in documents)
-    return Survey(np.fromiter(places, np.int64), corpus.lengths_D.astype(np.float64), 1.0)
+    return TextSurvey(np.fromiter(places, np.int64), corpus.lengths_D.astype(np.float64), 1.0)
 
 
-def shares_of(survey: Survey, needs: Needs, name: str) -> dict[str, Share]:
+def shares_of(survey: TextSurvey, needs: TextNeeds, name: str) -> dict[str, Share]:
     """Return the shares by use: as many documents as have to be held out, the rest to train on.
 
     Raises:

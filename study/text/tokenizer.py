@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from base.errors import UserError
 from base.files import committed_directory, write_json
 from base.progress import Progress
-from ckpt_tools.released.tokenizer import check_replaceable
+from ckpt_tools.released.download import check_replaceable
 from train.data.documents import TextFile, check_given_once
-from train.data.share import Share
+from train.data.manifest import Share
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_BYTES = 1 << 30  # of text that a tokenizer is trained on

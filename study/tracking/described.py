@@ -12,7 +12,7 @@ from study.definition import Study
 from study.paths import REPORT
 from study.released import ReleasedRun
 from study.results.table import TABLE
-from train.model.families import parameter_shapes
+from train.model.config import parameter_shapes
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts
 from train.run.status import divergence, read_status
@@ -108,6 +108,6 @@ def study_params(study: Study) -> dict[str, str]:
         "num_runs": str(len(study.runs)),
         "axes": ", ".join(axis.key for axis in study.axes),
         "specs": " ".join(quantization.at_the_end),
-        "calibration_draws": str(quantization.calibration_draws),
+        "calibration_seeds": str(quantization.calibration_seeds),
         "eval_tokens": str(quantization.eval_tokens),
     }

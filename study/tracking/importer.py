@@ -44,7 +44,7 @@ from study.tracking.store import (
     store_uri,
     turn,
 )
-from study.tracking.streams import Stream, metrics_stream, table_stream
+from study.tracking.streams import MetricStream, metrics_stream, table_stream
 from train.run.directory import RunDirectory
 from train.run.status import read_status
 
@@ -104,21 +104,21 @@ class Importer:
     def _find_run(
         self,
         subject: str,
-        of: Study | AnyRun,
+        configuration: Study | AnyRun,
         tags: dict[str, str],
         started_at: int | None = None,
     ) -> "Run":
         """Return the run of `subject`, made if need be; one of another configuration is deleted."""
-        own = {SUBJECT_TAG: subject, UID_TAG: f"{subject}/{fingerprint(of)}"}
+        identity = {SUBJECT_TAG: subject, UID_TAG: f"{subject}/{fingerprint(configuration)}"}
         existing = None
         condition = f"tags.`{SUBJECT_TAG}` = '{subject}'"
         for run in self._client.search_runs([self.experiment], condition):
-            if run.data.tags[UID_TAG] == own[UID_TAG] and existing is None:
+            if run.data.tags[UID_TAG] == identity[UID_TAG] and existing is None:
                 existing = run
             else:
                 self._client.delete_run(run.info.run_id)
         create = self._client.create_run
-        return existing or create(self.experiment, started_at, own | tags, of.name)
+        return existing or create(self.experiment, started_at, identity | tags, configuration.name)
 
     def _describe(self, run: "Run", params: dict[str, str], tags: dict[str, str]) -> None:
         """Log the tags, and the parameters that the run lacks: MLflow lets none be changed."""
@@ -143,7 +143,9 @@ class Importer:
             if table is not None:
                 rows = [row for row in table if row["run"] == run.name]
                 streams[TABLE_TAG] = table_stream(rows, training, run.total_steps)
-            self.total += sum(len(own) for stream in streams.values() for own in stream.metrics)
+            self.total += sum(
+                len(of_row) for stream in streams.values() for of_row in stream.metrics
+            )
             times = [int(row["time"] * 1000) for row in training.rows]
             started_at, ended_at = (times[0], times[-1]) if times else (None, None)
             tags = described.run_tags(directory, run, self.parent)
@@ -173,14 +175,14 @@ class Importer:
                 self._client.set_terminated(mirrored.info.run_id, status, ended_at)
         return str(mirrored.info.run_id)
 
-    def _import_stream(self, run: "Run", tag: str, stream: Stream, start: int) -> None:
+    def _import_stream(self, run: "Run", tag: str, stream: MetricStream, start: int) -> None:
         """Send the rows from index `start` on, some rows to a request, with their tag."""
         batch: list[Metric] = []
-        for count, own in enumerate(stream.metrics[start:], start):
-            if len(batch) + len(own) > METRICS_PER_BATCH:
+        for count, of_row in enumerate(stream.metrics[start:], start):
+            if len(batch) + len(of_row) > METRICS_PER_BATCH:
                 self._send(run, batch, tag, stream.tags[count])
                 batch = []
-            batch += own
+            batch += of_row
         if batch:
             self._send(run, batch, tag, stream.tags[-1])
 

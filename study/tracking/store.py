@@ -122,14 +122,14 @@ def opening(directory: Path, uri: str) -> str:
     """Return what a person does to look at a study in a store, in a line or two."""
     root, mirrored = directory.parent, directory / MIRROR_JSON
     content = read_object(mirrored) if mirrored.exists() else {}
-    own = uri == store_uri(root)
-    if own and not _file_of(uri).exists():
+    is_own = uri == store_uri(root)
+    if is_own and not _file_of(uri).exists():
         return f"not there yet; make it: python -m study mirror {directory.name} --root {root}"
 
-    lines = [f"open it with: {server_command(root)}" if own else f"it is in {masked(uri)}"]
-    if own:
+    lines = [f"open it with: {server_command(root)}" if is_own else f"it is in {masked(uri)}"]
+    if is_own:
         lines.append("every user of that machine can read and change it; SECURITY.md has a login")
-    server = f"http://{HOST}:{PORT}" if own else masked(uri).rstrip("/")
+    server = f"http://{HOST}:{PORT}" if is_own else masked(uri).rstrip("/")
     if server.startswith(HTTP) and content.get("store") == masked(uri):
         lines.append(f"then look at: {server}/#/experiments/{content.get('experiment_id')}/runs")
     return "\n".join(lines)

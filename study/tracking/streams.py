@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.measurements.curvature import TOP, TRACE
+from study.measurements.quantization import ERRORS
 from study.results.table import Row
 from train.run.metrics import HELD_OUT_LOSS, ROW_KEYS, TRAINED, surviving_rows
 
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 FINAL = "final"  # the most telling measurements of the end of a run, for MLflow's own pages
 KINDS = ("quant", "curvature", "tasks")  # the first part of the name of a measurement's column
-HEADLINES = (HELD_OUT_LOSS, TRACE, TOP)
-SPEC_HEADLINES = ("kl_divergence", "relative_error")
+HEADLINES = (HELD_OUT_LOSS, TRACE.name, TOP.name)
+SPEC_HEADLINES = tuple(column.figure for column in ERRORS)
 
 
 @dataclass(frozen=True)
-class Stream:
+class MetricStream:
     """Rows that are only added to, unless a resumed run replaced some, and the metrics of each.
 
     MLflow keeps NaN and infinity as other numbers. They are no metrics: `not_finite` says how many
@@ -79,18 +80,18 @@ def _current(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["step"] < bounds[row["attempt"]]]
 
 
-def metrics_stream(path: Path) -> Stream:
+def metrics_stream(path: Path) -> MetricStream:
     """Return the training metrics of a run that no later attempt will write again."""
     rows = _current(surviving_rows(path))
     figures = [
         {metric_name(key): row[key] for key in sorted(row.keys() - ROW_KEYS)} for row in rows
     ]
     metrics = [
-        _metrics(own, row["tokens"], _milliseconds(row))
-        for row, own in zip(rows, figures, strict=True)
+        _metrics(of_row, row["tokens"], _milliseconds(row))
+        for row, of_row in zip(rows, figures, strict=True)
     ]
     lacking = _not_finite(figures, lambda at: f"line {_line_of(path, rows[at])} of {path.name}")
-    return Stream(rows, metrics, lacking)
+    return MetricStream(rows, metrics, lacking)
 
 
 def _line_of(path: Path, row: dict[str, Any]) -> int:
@@ -103,7 +104,9 @@ def _line_of(path: Path, row: dict[str, Any]) -> int:
     raise AssertionError(f"{path} has no row of step {row['step']}")
 
 
-def table_stream(rows: Sequence[Row], training: Stream, last_step: int | None) -> Stream:
+def table_stream(
+    rows: Sequence[Row], training: MetricStream, last_step: int | None
+) -> MetricStream:
     """Return one run's rows of the table, at the times when training reached their tokens.
 
     Measurements keep the names of their columns (`quant/gptq-b3-g128/kl_divergence`, of an average
@@ -114,7 +117,7 @@ def table_stream(rows: Sequence[Row], training: Stream, last_step: int | None) -
     axis = "step" if any(row["tokens"] is None for row in rows) else "tokens"
     metrics, figures = [], []
     for row in rows:
-        at, own = row[axis] or 0, {}
+        at, of_row = row[axis] or 0, {}
         prefix = f"{row['average']}/" if row["average"] else ""
         is_last = row["step"] == last_step and row["average"] is None
         for column, value in row.items():
@@ -122,14 +125,14 @@ def table_stream(rows: Sequence[Row], training: Stream, last_step: int | None) -
                 continue
             kind, _, short = column.partition("/")
             if kind in KINDS:
-                own[prefix + column] = value
+                of_row[prefix + column] = value
             of_spec = kind == "quant" and column.rpartition("/")[2] in SPEC_HEADLINES
             if is_last and (of_spec or column in HEADLINES):
-                own[f"{FINAL}/{short or column}"] = value
-        metrics.append(_metrics(own, at, times.get(at, 0)))
-        figures.append(own)
+                of_row[f"{FINAL}/{short or column}"] = value
+        metrics.append(_metrics(of_row, at, times.get(at, 0)))
+        figures.append(of_row)
     lacking = _not_finite(figures, lambda at: f"the table's row of step {rows[at]['step']}")
-    return Stream(list(map(dict, rows)), metrics, lacking)
+    return MetricStream(list(map(dict, rows)), metrics, lacking)
 
 
 def _milliseconds(row: dict[str, Any]) -> int:
@@ -147,15 +150,15 @@ def _metrics(figures: dict[str, float], at: int, milliseconds: int) -> list["Met
     ]
 
 
-def _not_finite(figures: Sequence[dict[str, float]], place: Callable[[int], str]) -> str:
+def _not_finite(figures: Sequence[dict[str, float]], where: Callable[[int], str]) -> str:
     """Return how many figures are not finite, and which is the first, in words."""
     lacking = [
         (index, name, value)
-        for index, own in enumerate(figures)
-        for name, value in own.items()
+        for index, of_row in enumerate(figures)
+        for name, value in of_row.items()
         if not math.isfinite(value)
     ]
     if not lacking:
         return ""
     index, name, value = lacking[0]
-    return f"{len(lacking)} not finite, left out; the first: {name} is {value} in {place(index)}"
+    return f"{len(lacking)} not finite, left out; the first: {name} is {value} in {where(index)}"

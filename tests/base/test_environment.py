@@ -21,7 +21,7 @@ def locked(name: str, lock: str = "requirements.lock") -> str:
     return next(line.removeprefix(f"{name}==") for line in lines if line.startswith(f"{name}=="))
 
 
-def place(folder: Path, **versions: str) -> str:
+def install_wheels(folder: Path, **versions: str) -> str:
     """A folder of packages that only say their versions."""
     for name, version in versions.items():
         info = folder / f"{name}-{version}.dist-info"
@@ -36,22 +36,22 @@ def container(tmp_path, monkeypatch):
     """An environment over the Python of a container, with its own torch and Transformer Engine, a
     home, and PYTHONPATH. Returns the first two folders of packages.
     """
-    own, system = tmp_path / "checkout" / ".venv", tmp_path / "python"
-    monkeypatch.setattr(sys, "prefix", str(own))
+    venv, system = tmp_path / "checkout" / ".venv", tmp_path / "python"
+    monkeypatch.setattr(sys, "prefix", str(venv))
     monkeypatch.setattr(sys, "base_prefix", str(system))
     monkeypatch.setattr(site, "getusersitepackages", lambda: str(tmp_path / "home"))
     paths = [
-        place(tmp_path / "modules", deepspeed="0.1"),
-        place(own / "lib", megatron_core=locked("megatron-core"), numpy=locked("numpy")),
-        place(tmp_path / "home", transformers=locked("transformers")),
-        place(
+        install_wheels(tmp_path / "modules", deepspeed="0.1"),
+        install_wheels(venv / "lib", megatron_core=locked("megatron-core"), numpy=locked("numpy")),
+        install_wheels(tmp_path / "home", transformers=locked("transformers")),
+        install_wheels(
             system / "lib", torch="2.15.0a0+c0ffee.nv26.09", transformer_engine="2.19", numpy="1"
         ),
     ]
     monkeypatch.setattr(sys, "path", paths)
     monkeypatch.delitem(sys.modules, "torch")  # whose libraries are this machine's
     monkeypatch.setattr(environment, "_library_files", dict)
-    return own, system
+    return venv, system
 
 
 def test_each_package_is_the_one_that_an_import_takes(container):
@@ -80,18 +80,18 @@ def test_what_differs_from_the_lock_is_listed_with_both_versions(container):
 
 
 def test_another_build_of_the_same_release_is_no_difference(container, monkeypatch):
-    own, _ = container
-    place(own / "more", torch=f"{locked('torch')}+cpu")
-    monkeypatch.setattr(sys, "path", [str(own / "more")])
+    venv, _ = container
+    install_wheels(venv / "more", torch=f"{locked('torch')}+cpu")
+    monkeypatch.setattr(sys, "path", [str(venv / "more")])
     assert software()["differs_from_tested"] == {}
     assert software()["origins"] == {}
 
 
 def test_a_build_for_another_cuda_is_compared_with_its_own_lock(container, monkeypatch):
-    own, _ = container
+    venv, _ = container
     nccl = locked("nvidia-nccl-cu12", "requirements-cu126.lock")
-    place(own / "more", torch=f"{locked('torch')}+cu126", nvidia_nccl_cu12=nccl)
-    monkeypatch.setattr(sys, "path", [str(own / "more")])
+    install_wheels(venv / "more", torch=f"{locked('torch')}+cu126", nvidia_nccl_cu12=nccl)
+    monkeypatch.setattr(sys, "path", [str(venv / "more")])
     monkeypatch.setattr(environment, "_library_versions", lambda _: {"nccl": nccl, "cuda": "12.8"})
     assert software()["differs_from_tested"] == {"cuda": {"tested": "12.6", "here": "12.8"}}
 

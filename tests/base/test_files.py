@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 
 from base.errors import UserError, printable
-from base.files import (
-    open_to_readers,
-    replaced_file,
-    scratch_directory,
-    take_lock,
-    write_json,
-)
+from base.files import open_to_readers, replaced_file, scratch_directory, take_lock, write_json
 from base.reading import read_json, read_regular
 from tests.waiting import wait_until
 
@@ -90,28 +84,31 @@ HOLDS = """
 import sys, time
 from pathlib import Path
 from base.files import scratch_directory
-with scratch_directory(Path(sys.argv[1])) as place:
-    (place / "half").touch()
+with scratch_directory(Path(sys.argv[1])) as directory:
+    (directory / "half").touch()
     print("holds", flush=True)
     time.sleep(600)
 """
 
 
 def test_a_scratch_directory_is_of_one_process_and_its_lock_of_a_regular_file(tmp_path):
-    place = tmp_path / "made"
+    directory = tmp_path / "made"
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(place)], stdout=subprocess.PIPE, cwd=Path.cwd()
+        [sys.executable, "-c", HOLDS, str(directory)], stdout=subprocess.PIPE, cwd=Path.cwd()
     ) as other:
         assert other.stdout
         assert other.stdout.readline() == b"holds\n"
         assert (tmp_path / "made.lock").is_file()
-        with pytest.raises(UserError, match="another process is writing"), scratch_directory(place):
+        with (
+            pytest.raises(UserError, match="another process is writing"),
+            scratch_directory(directory),
+        ):
             pass
-        assert (place / "half").exists(), "the other's work is left alone"
+        assert (directory / "half").exists(), "the other's work is left alone"
         other.kill()
     wait_until(lambda: other.poll() is not None, "the end of the other")
-    with scratch_directory(place) as own:
-        assert list(own.iterdir()) == [], "what the killed process left is gone"
+    with scratch_directory(directory) as scratch:
+        assert list(scratch.iterdir()) == [], "what the killed process left is gone"
     assert list(tmp_path.iterdir()) == []
 
 

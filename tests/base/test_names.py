@@ -9,7 +9,7 @@ import pytest
 from base.errors import one_line
 from base.names import MOST_LISTED, SYNONYMS, dotted_keys, nearest, take_one_of
 from docs.commands import entries
-from dynamics.recipes import recipe_names, resolve
+from study.recipes.resolve import recipe_names, resolve
 from tests.runs import PROJECT, python
 from tests.waiting import interruptible
 
@@ -73,7 +73,7 @@ LINES = (
         "study show tinny",
         "no recipe 'tinny'; did you mean tiny? Else take one of tiny, olmo2-7b-lr",
     ),
-    ("study show tiny --set steps=10", "no such key of run.json; did you mean total_steps?"),
+    ("study show tiny --set steps=10", "no such setting; did you mean total_steps?"),
     ("study show tiny --set peak_lr=1", "did you mean optimizer.peak_lr?"),
     ("study show tiny --profile smok", "no profile 'smok'; did you mean smoke?"),
     (f"study show tiny --set seed={'9' * 5000}", "a number of 5,000 digits; give another value"),

@@ -36,10 +36,10 @@ def run():
     @app.command()
     @options_of(Settings)
     def measure(
-        places: Annotated[list[Path], typer.Argument(help="Directories.")], settings: Settings
+        paths: Annotated[list[Path], typer.Argument(help="Directories.")], settings: Settings
     ) -> None:
         """Measure."""
-        received.append((places, settings))
+        received.append((paths, settings))
 
     def start(*arguments):
         done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80"})
@@ -49,9 +49,9 @@ def run():
 
 
 def test_an_option_for_every_described_field(run):
-    done, (places, settings) = run("a", "b", "--num-pairs", "4", "--no-with-top")
+    done, (paths, settings) = run("a", "b", "--num-pairs", "4", "--no-with-top")
     assert done.exit_code == 0
-    assert places == [Path("a"), Path("b")]
+    assert paths == [Path("a"), Path("b")]
     assert settings == Settings(num_pairs=4, with_top=False)
     assert settings.model_fields_set == {"num_pairs", "with_top"}
 

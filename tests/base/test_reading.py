@@ -19,7 +19,7 @@ from base.reading import (
 )
 
 
-class Record(Frozen):
+class SmallRecord(Frozen):
     step: int
     names: tuple[str, ...] = ()
 
@@ -96,13 +96,13 @@ def test_a_record_is_refused_by_its_first_wrong_key(tmp_path, content, message):
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(UserError, match=rf"^{path}: {message}"):
-        read_model(Record, path)
+        read_model(SmallRecord, path)
 
 
 def test_a_list_of_json_is_a_tuple(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"step": 3, "names": ["a", "b"]}')
-    assert read_model(Record, path) == Record(step=3, names=("a", "b"))
+    assert read_model(SmallRecord, path) == SmallRecord(step=3, names=("a", "b"))
     assert read_model(dict[str, object], path) == read_object(path) == read_json(path)
 
 

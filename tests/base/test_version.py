@@ -64,44 +64,44 @@ def git(directory: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def of_checkout(place: Path) -> tuple[str, str | None, bool | None]:
+def of_checkout(copy: Path) -> tuple[str, str | None, bool | None]:
     """A clone that was changed after its commit."""
-    pyproject(place, "quantdyn", "5.6.7")
-    git(place, "init", "--quiet")
-    git(place, "add", ".")
-    git(place, "commit", "--quiet", "--message", "first")
-    with (place / "base/errors.py").open("a") as file:
+    pyproject(copy, "quantdyn", "5.6.7")
+    git(copy, "init", "--quiet")
+    git(copy, "add", ".")
+    git(copy, "commit", "--quiet", "--message", "first")
+    with (copy / "base/errors.py").open("a") as file:
         file.write("# changed\n")
-    return "5.6.7", git(place, "rev-parse", "HEAD"), True
+    return "5.6.7", git(copy, "rev-parse", "HEAD"), True
 
 
-def of_archive(place: Path) -> tuple[str, str | None, bool | None]:
+def of_archive(copy: Path) -> tuple[str, str | None, bool | None]:
     """Files of an archive, unpacked in the repository of another project."""
-    git(place.parent, "init", "--quiet")
-    git(place.parent, "commit", "--quiet", "--allow-empty", "--message", "another project")
-    pyproject(place, "quantdyn", "5.6.7")
+    git(copy.parent, "init", "--quiet")
+    git(copy.parent, "commit", "--quiet", "--allow-empty", "--message", "another project")
+    pyproject(copy, "quantdyn", "5.6.7")
     return "5.6.7", None, None
 
 
-def of_installer(place: Path) -> tuple[str, str | None, bool | None]:
+def of_installer(copy: Path) -> tuple[str, str | None, bool | None]:
     """Files of pip in a repository's .venv, beside the pyproject.toml of another package."""
-    of_archive(place)
-    pyproject(place, "another", "1.0")
-    (place / "quantdyn-5.6.8.dist-info").mkdir()
-    (place / "quantdyn-5.6.8.dist-info/METADATA").write_text("Name: quantdyn\nVersion: 5.6.8\n")
+    of_archive(copy)
+    pyproject(copy, "another", "1.0")
+    (copy / "quantdyn-5.6.8.dist-info").mkdir()
+    (copy / "quantdyn-5.6.8.dist-info/METADATA").write_text("Name: quantdyn\nVersion: 5.6.8\n")
     return "5.6.8", None, None
 
 
-def pyproject(place: Path, name: str, version: str) -> None:
-    (place / "pyproject.toml").write_text(f'[project]\nname = "{name}"\nversion = "{version}"\n')
+def pyproject(copy: Path, name: str, version: str) -> None:
+    (copy / "pyproject.toml").write_text(f'[project]\nname = "{name}"\nversion = "{version}"\n')
 
 
 @pytest.mark.parametrize("files", [of_checkout, of_archive, of_installer])
 def test_version_and_commit_are_those_of_the_code_that_runs(tmp_path, files):
-    place = tmp_path / "place"
-    shutil.copytree(PROJECT / "base", place / "base", ignore=shutil.ignore_patterns("__pycache__"))
-    version, commit, changed = files(place)
-    done = python(place, RECORDED)
+    copy = tmp_path / "place"
+    shutil.copytree(PROJECT / "base", copy / "base", ignore=shutil.ignore_patterns("__pycache__"))
+    version, commit, changed = files(copy)
+    done = python(copy, RECORDED)
     assert done.returncode == 0, done.stderr
     record, line = done.stdout.splitlines()
     assert json.loads(record) == [version, commit, changed]
@@ -116,8 +116,8 @@ def test_folders_without_their_version_are_refused(tmp_path):
     assert "pyproject.toml, which holds the version, is missing; copy it" in last
 
 
-def python(place: Path, code: str) -> subprocess.CompletedProcess[str]:
+def python(copy: Path, code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-B", "-c", code]
     return subprocess.run(
-        command, cwd=place, env=variables(), capture_output=True, text=True, check=False
+        command, cwd=copy, env=variables(), capture_output=True, text=True, check=False
     )

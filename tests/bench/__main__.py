@@ -4,22 +4,21 @@ Figures are medians of ratios of neighbouring runs (A B A B ...), so they hold o
 speed drifts. One thread. Nothing here is asserted: performance is looked at, not tested.
 """
 
+import sys
+
 import torch
 
-from tests.bench.average import average_lines
 from tests.bench.curvature import curvature_lines
 from tests.bench.export import export_lines
-from tests.bench.loader import loader_lines
 from tests.bench.quantization import quantization_lines
-from tests.bench.tracking import tracking_lines
 from tests.runs import execute, torchrun
 
 
-def training_lines() -> list[str]:
-    """Both engines against plain transformers, in two processes of their own."""
-    done = execute(torchrun(2, "tests.bench.training"), timeout_seconds=900)
+def lines_of(command: list[str]) -> list[str]:
+    """Lines of a comparison that takes processes of its own."""
+    done = execute(command, timeout_seconds=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    return [line for line in done.stdout.splitlines() if " / " in line]
 
 
 def main() -> None:
@@ -27,12 +26,10 @@ def main() -> None:
     torch.set_num_threads(1)
     for lines in (
         curvature_lines,
-        training_lines,
-        loader_lines,
+        lambda: lines_of(torchrun(2, "tests.bench.training")),
+        lambda: lines_of([sys.executable, "-m", "tests.bench.loader"]),
         export_lines,
-        average_lines,
         quantization_lines,
-        tracking_lines,
     ):
         for line in lines():
             print(line, flush=True)

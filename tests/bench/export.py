@@ -23,13 +23,14 @@ import torch
 
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
-from ckpt_tools.formats.weights import Described, read_whole
+from ckpt_tools.formats.weights import read_whole
 from ckpt_tools.hf.configuration import write_configuration
+from tests.bench import line
 from tests.ckpt_tools.checkpoints import seal
+from tests.ckpt_tools.random_weights import RandomWeights
 from tests.megatron_tensors import to_hf
 from tests.runs import environment, torchrun
-from train.model.config import ModelConfig
-from train.model.families import hf_settings, parameter_shapes
+from train.model.config import ModelConfig, hf_settings
 from train.model.presets import OLMO2_1B
 from train.run.directory import read_checkpoint_record
 from train.run.parallel import ParallelConfig
@@ -38,22 +39,6 @@ PROCESSES = 2
 MODEL = OLMO2_1B
 LARGEST_BYTES = 4 * MODEL.vocab_size * MODEL.hidden_size  # the embedding, in fp32
 ALLOWED_BYTES = 3 * LARGEST_BYTES + (600 << 20)
-
-
-class RandomWeights:
-    """Weights of the size that training would leave, some rows at a time."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        self.tensors = {
-            name: Described(shape, torch.float32) for name, shape in parameter_shapes(model).items()
-        }
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        shape = (stop - start, *self.tensors[name].shape[1:])
-        generator = torch.Generator().manual_seed(hash((name, start)) % 2**31)
-        if len(shape) == 1:
-            return torch.rand(shape, generator=generator) + 0.5
-        return torch.empty(shape).uniform_(-0.03, 0.03, generator=generator)
 
 
 def make_checkpoint(root: Path) -> Path:
@@ -208,30 +193,25 @@ def export_lines(directory: Path | None = None) -> list[str]:
             for folder in ("hf", "copy", "usual"):
                 shutil.rmtree(root / folder, ignore_errors=True)
         seconds = {what: statistics.median(each) for what, each in taken.items()}
-    gigabytes = size / 1e9
     mib = {what: (used.largest >> 20, used.together >> 20) for what, used in memory.items()}
+    ours, usual = seconds["ours"], seconds["usual"]
     return [
-        f"{what:<70} {figure:>6.2f}   ({note})"
-        for what, figure, note in (
-            (
-                f"export of {gigabytes:.1f} GB, {PROCESSES} cores: speed / cp -r",
-                seconds["cp"] / seconds["ours"],
-                f"{seconds['ours']:.1f} s / {seconds['cp']:.1f} s",
-            ),
-            (
-                "export: speed / dist_checkpointing into a model and save_pretrained",
-                seconds["usual"] / seconds["ours"],
-                f"{seconds['ours']:.1f} s / {seconds['usual']:.1f} s",
-            ),
-            (
-                "export: peak memory of a process / (3 x largest tensor + 600 MiB)",
-                memory["ours"].largest / ALLOWED_BYTES,
-                (
-                    f"{mib['ours'][0]} MiB, all together {mib['ours'][1]} MiB; the usual way"
-                    f" {mib['usual'][0]} MiB"
-                ),
-            ),
-        )
+        line(
+            f"export of {size / 1e9:.1f} GB, {PROCESSES} cores: speed / cp -r",
+            seconds["cp"] / ours,
+            f"{ours:.1f} s / {seconds['cp']:.1f} s",
+        ),
+        line(
+            "export: speed / dist_checkpointing into a model and save_pretrained",
+            usual / ours,
+            f"{ours:.1f} s / {usual:.1f} s",
+        ),
+        line(
+            "export: peak memory of a process / (3 x largest tensor + 600 MiB)",
+            memory["ours"].largest / ALLOWED_BYTES,
+            f"{mib['ours'][0]} MiB, all together {mib['ours'][1]} MiB; the usual way"
+            f" {mib['usual'][0]} MiB",
+        ),
     ]
 
 
@@ -241,5 +221,4 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["shards"]:
         save_shards(*sys.argv[2:])
     else:
-        for line in export_lines(Path(sys.argv[1]) if sys.argv[1:] else None):
-            print(line, flush=True)
+        print("\n".join(export_lines(Path(sys.argv[1]) if sys.argv[1:] else None)))

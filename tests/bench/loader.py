@@ -1,16 +1,14 @@
-"""The cost of reading against megatron-core's GPTDataset on the same .bin/.idx, what starting on
-10^12 tokens takes, and how long a step of the 7B recipe waits for its rows.
+"""The loader part of make bench: reading and starting against megatron-core's GPTDataset on the
+same .bin/.idx.
 
 Runs in a process of its own, as megatron-core does without CUDA. Both read from the page cache, in
 one process each.
 """
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +16,15 @@ from typing import Any
 import numpy as np
 
 from base.files import scratch_directory, sha256_of
-from tests.runs import execute, make_run
-from train.data.batches import Batch, Replica, RunData, open_data
+from tests.bench import line
+from tests.runs import make_run
 from train.data.config import DataConfig, RepetitionFilter
-from train.data.corpus_writer import commit_corpus, join_pieces
-from train.data.indexing import index
+from train.data.corpus import commit_corpus, join_pieces
 from train.data.manifest import Manifest
 from train.model.config import ModelConfig
-from train.prefetch import Prefetch
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
+from train.run_data import RunData, open_data
 
 TOKENS = 50_000_000
 VOCAB_SIZE = 50_304
@@ -35,7 +32,6 @@ SEQUENCE_LENGTH = 2048
 BATCH_SIZE = 128
 BATCHES = 16  # per timing
 REPETITIONS = 9
-STEPS, STEP_SECONDS = 20, 0.15  # a step of the 7B on 64 GPUs takes 40 times as long
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -45,22 +41,20 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def token_file(
-    prefix: Path, tokenizer_dir: Path, tokens: int, vocab_size: int = VOCAB_SIZE
-) -> None:
+def token_file(prefix: Path, tokenizer_dir: Path, tokens: int) -> None:
     """A .bin/.idx of documents of 500 tokens whose frequencies fall as those of words do."""
     generator = np.random.default_rng(prefix.name == "train")
     lengths_D = np.full(tokens // 500, 500, np.int32)
-    content = generator.zipf(1.1, len(lengths_D) * 500) % (vocab_size - 1) + 1
+    content = generator.zipf(1.1, len(lengths_D) * 500) % (VOCAB_SIZE - 1) + 1
     content[499::500] = 0
     with scratch_directory(prefix.parent / "aside") as aside:
         path = prefix.parent / "tokens"
         content.astype(np.uint16).tofile(path)
         files = join_pieces([(path, lengths_D)], aside, np.dtype(np.uint16))
         manifest = Manifest(
-            vocab_size=vocab_size,
+            vocab_size=VOCAB_SIZE,
             eos_token_id=0,
-            max_token_id=vocab_size - 1,
+            max_token_id=VOCAB_SIZE - 1,
             documents=len(lengths_D),
             tokens=len(content),
             tokenizer_sha256=sha256_of(tokenizer_dir / "tokenizer.json"),
@@ -143,7 +137,7 @@ def throughput_lines(directory: Path) -> list[str]:
 
     def read(data: RunData) -> None:
         for step in range(at[0] + 1, at[0] + BATCHES + 1):
-            torch.from_numpy(data.batch(step).tokens_BS)
+            data.batch(step)
 
     def read_peer() -> None:
         for step in range(at[0], at[0] + BATCHES):
@@ -166,98 +160,31 @@ def throughput_lines(directory: Path) -> list[str]:
     lines = []
     for column, what in enumerate(("batches", "with document numbers and repetition filter")):
         ratio = statistics.median(row[column] / row[2] for row in times)
-        figures = f"({speeds[column]:.0f} / {speeds[2]:.0f} M tokens/s)"
-        lines.append(f"{f'loader, {what} / GPTDataset':<70} {ratio:>6.2f}   {figures}")
+        figures = f"{speeds[column]:.0f} / {speeds[2]:.0f} M tokens/s"
+        lines.append(line(f"loader, {what} / GPTDataset", ratio, figures))
     return lines
 
 
-def waiting_lines(directory: Path) -> list[str]:
-    """A step of 1,024 x 4,096 tokens by 64 replicas: what one of them waits for its rows.
-
-    The main thread is kept busy in Python between steps, as it is by launching kernels: the reading
-    thread shares its interpreter lock and, here, its core. Pinning takes a GPU and is left out.
-    """
-    import torch
-
-    recipe = {"order": "olmo", "repetition_filter": RepetitionFilter(), "sequence_length": 4096}
-    run = configure(directory, **recipe).model_copy(update={"batch_size": 1024})
-    data, replica = open_ours(directory, run), Replica(rank=5, ranks=64, micro_batch_size=1)
-    alone = []
-
-    def read(step: int) -> Batch:
-        began_at = time.thread_time()
-        batch = data.batch(step, replica)
-        alone.append(time.thread_time() - began_at)
-        return batch
-
-    batches, waits = Prefetch(read, STEPS), []
-    for step in range(1, STEPS + 1):
-        began_at = time.perf_counter()
-        batches(step).microbatches(1, torch.device("cpu"))
-        waits.append(time.perf_counter() - began_at)
-        while time.perf_counter() < began_at + STEP_SECONDS:
-            pass
-    whole = statistics.median([seconds(partial(data.batch, step)) for step in range(1, 6)])
-    first, *later = (1e3 * wait for wait in waits)
-    figures = (
-        f"(median {statistics.median(later):.2f} ms, largest {max(later):.2f} ms, first"
-        f" {first:.0f} ms; thread {1e3 * statistics.median(alone):.1f} ms of CPU; all rows, as"
-        f" every rank read them before: {1e3 * whole:.0f} ms)"
-    )
-    return [
-        f"{'loader, wait of a step, 1,024 x 4,096 tokens over 64 replicas':<70} {'':>6}   {figures}"
-    ]
-
-
 def start_lines(directory: Path) -> list[str]:
-    """Start-up on the same file, and on a trillion tokens in 1,000 files without content."""
+    """Start-up on the same file."""
     run = configure(directory)
     ours = seconds(lambda: open_ours(directory, run).batch(1))
     first = seconds(lambda: open_peer(directory, directory / "cold")[0])
     again = seconds(lambda: open_peer(directory, directory / "cold")[0])
-    for number in range(1000):
-        with (directory / f"part-{number:04d}.npy").open("wb") as file:
-            file.truncate(4 * 10**9)
-    paths = sorted(directory.glob("part-*.npy"))
-    tokenizer_sha256 = sha256_of(directory / "tokenizer.json")
-    index(
-        paths,
-        directory / "mix",
-        dtype="uint32",
-        vocab_size=1,
-        eos_token_id=0,
-        tokenizer_sha256=tokenizer_sha256,
-    )
-    large = configure(directory, train=str(directory / "mix"), sequence_length=4096)
-    trillion = seconds(lambda: open_ours(directory, large).batch(1))
-    figures = f"({ours:.3f} s / {first:.3f} s, {again:.3f} s with its index files)"
-    return [
-        f"{'loader, start to first batch / GPTDataset':<70} {ours / first:>6.2f}   {figures}",
-        (
-            f"{'loader, start to first batch on 10^12 tokens in 1,000 files':<70} {'':>6}  "
-            f" ({trillion:.3f} s)"
-        ),
-    ]
-
-
-def loader_lines() -> list[str]:
-    """One line per comparison, measured in a child."""
-    done = execute([sys.executable, "-m", "tests.bench.loader"], timeout_seconds=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [line for line in done.stdout.splitlines() if line.startswith("loader")]
+    figures = f"{ours:.3f} s / {first:.3f} s, {again:.3f} s with its index files"
+    return [line("loader, start to first batch / GPTDataset", ours / first, figures)]
 
 
 def main() -> None:
-    """Prints all lines."""
+    """Prints a line per comparison, on a corpus made for it."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "tokenizer.json").write_text("{}")
         token_file(directory / "train", directory, TOKENS)
         token_file(directory / "held_out", directory, 100_000)
         open_peer(directory, directory / "cache")  # megatron-core imported, C++ helpers loaded
-        for lines in (throughput_lines, waiting_lines, start_lines):
-            for line in lines(directory):
-                print(line, flush=True)
+        for lines in (throughput_lines, start_lines):
+            print("\n".join(lines(directory)), flush=True)
 
 
 if __name__ == "__main__":

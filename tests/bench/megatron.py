@@ -111,20 +111,18 @@ def formats() -> None:
             model, metadata=groups
         ),
     }
-    own = sum(12 * piece.inner.numel() for piece in engine._state.pieces)
+    held_bytes = sum(12 * piece.inner.numel() for piece in engine._state.pieces)
     kinds = ShardedTensor | ShardedTensorFactory
     for name, state in states.items():
         entries = [x for x in nested_values(state) if isinstance(x, kinds)]
         prepared = sum(x.data.nbytes for x in entries)
         written = sum(x.data.nbytes for x in entries if is_main_replica(x.replica_id))
-        print(f"{name}, rank {dist.get_rank()}: {own} held, {prepared} prepared, {written} written")
+        print(
+            f"{name}, rank {dist.get_rank()}: {held_bytes} held, {prepared} prepared, {written} written"
+        )
     engine.close()
 
 
 if __name__ == "__main__":
-    chosen: dict[str, Callable[..., None]] = {
-        "padding": padding,
-        "loss": loss,
-        "formats": formats,
-    }
+    chosen: dict[str, Callable[..., None]] = {"padding": padding, "loss": loss, "formats": formats}
     chosen[sys.argv[1]](*sys.argv[2:])

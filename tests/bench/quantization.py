@@ -1,17 +1,17 @@
 """The quantization part of make bench: GPTQ by this project and by two others, on one random
 OLMo2 and one text.
 
-    python -m tests.bench.quantization [--small]
+    python -m tests.bench.quantization
 
 4 bits, groups of 128, symmetric, natural column order, damping 0.05, fp32; 32 sequences of 2048
 tokens, one at a time. Every contender has a process of its own with one thread on one core (ours
 once more as two ranks, a core each). Its seconds are those of quantizing alone; imports and loading
 are given beside them, and what CPU time it took, which is what counts on a busy machine.
-gptqmodel's include the packing of its checkpoint, which it cannot leave out. Objectives are on the
-inputs of the full-precision model, for all alike. Ours runs once more with every linear's inputs
-rotated by a Hadamard matrix: its CPU time is to be at most 1.2 times that of plain GPTQ.
+gptqmodel's include the packing of its checkpoint, which it cannot leave out. Ours runs once more
+with every linear's inputs rotated by a Hadamard matrix. That the weights agree is a test
+(`tests/quant_eval/test_gptq_peers.py`).
 
-Shapes: O output features, I input features, T tokens, N sequences, L tokens of a sequence.
+Shapes: N sequences, L tokens of a sequence.
 """
 
 import json
@@ -35,37 +35,27 @@ from torch.utils.data import DataLoader
 from base.ranks import start
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.hf.model import load_hf_model
-from quant_eval.libraries.job import WEIGHTS, Job
+from quant_eval.libraries.job import Job
 from quant_eval.measuring.walk import Variant, walk
 from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.quantizer import ColumnSpec, QuantSpec
 from quant_eval.settings import ComputeSettings
-from quant_eval.specs import QuantSpec, parse_spec
+from quant_eval.specs import parse_spec
+from tests.bench import line
 from tests.conftest import make_hf_directory
+from tests.quant_eval.specs import typed
 from tests.runs import execute, torchrun
 
 SPEC = "gptqmodel-b4-g128"
 BATCH_SIZE = 1
 # ours: by number of processes; rotated: ours with a Hadamard transform, in one
 CONTENDERS = ("ours-1", "ours-2", "rotated", "gptqmodel", "llmcompressor")
-SHARED_INPUTS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+HIDDEN, INTERMEDIATE, LAYERS = 512, 1408, 8  # groups of 128 divide both widths
+SEQUENCES, LENGTH = 32, 2048
 
 
 @dataclass(frozen=True)
-class Size:
-    """Sizes of the model and the text; groups of 128 divide both widths."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    sequences: int
-    sequence_length: int
-
-
-FULL, SMALL = Size(512, 1408, 8, 32, 2048), Size(128, 256, 2, 16, 128)
-
-
-@dataclass(frozen=True)
-class Cost:
+class ProcessCost:
     """Seconds of quantizing, in one process."""
 
     seconds: float
@@ -75,7 +65,7 @@ class Cost:
     mib_before: float
 
 
-def timed(call: Callable[[], object]) -> Cost:
+def timed(call: Callable[[], object]) -> ProcessCost:
     """Runs the call; what it cost."""
     process = psutil.Process()
     seconds_before, mib_before = (
@@ -86,7 +76,7 @@ def timed(call: Callable[[], object]) -> Cost:
     call()
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    return Cost(seconds, cpu_seconds, seconds_before, peak_mib, mib_before)
+    return ProcessCost(seconds, cpu_seconds, seconds_before, peak_mib, mib_before)
 
 
 def quantize_ours(hf_dir: Path, calibration_NL: Tensor, spec: QuantSpec, out: Path) -> None:
@@ -108,32 +98,26 @@ def quantize_ours(hf_dir: Path, calibration_NL: Tensor, spec: QuantSpec, out: Pa
     walk(model, [Variant(spec, calibration_NL, finished=keep)], None, compute, ranks)
 
 
-def run_ours(place: Path, ids_NL: Tensor) -> Cost:
+def run_ours(work: Path, ids_NL: Tensor) -> ProcessCost:
     """Its loading counts as quantizing, and so does its saving: both go block by block."""
     name = f"ours-{os.environ.get('WORLD_SIZE', '1')}"
-    return cost_of_ours(place, ids_NL, SPEC.replace("gptqmodel", "gptq"), name)
+    return cost_of_ours(work, ids_NL, SPEC.replace("gptqmodel", "gptq"), name)
 
 
-def run_rotated(place: Path, ids_NL: Tensor) -> Cost:
+def run_rotated(work: Path, ids_NL: Tensor) -> ProcessCost:
     """The same with a Hadamard transform of every linear's inputs."""
-    return cost_of_ours(place, ids_NL, SPEC.replace("gptqmodel", "gptq") + "-had", "rotated")
+    return cost_of_ours(work, ids_NL, SPEC.replace("gptqmodel", "gptq") + "-had", "rotated")
 
 
-def cost_of_ours(place: Path, ids_NL: Tensor, spec_name: str, name: str) -> Cost:
-    """Quantizes by this project; leaves the dense values in a file of that name."""
-    out = place / name
+def cost_of_ours(work: Path, ids_NL: Tensor, spec_name: str, name: str) -> ProcessCost:
+    """Quantizes by this project."""
+    out = work / name
     out.mkdir(exist_ok=True)
     spec = parse_spec(spec_name)
-    cost = timed(lambda: quantize_ours(place / "model", ids_NL, spec, out))
-    if os.environ.get("RANK", "0") == "0":
-        dense: dict[str, Tensor] = {}
-        for path in out.iterdir():
-            dense |= load_file(path)
-        save_file(dense, place / f"{name}.safetensors")
-    return cost
+    return timed(lambda: quantize_ours(work / "model", ids_NL, spec, out))
 
 
-def run_gptqmodel(place: Path, _: Tensor) -> Cost:
+def run_gptqmodel(work: Path, _: Tensor) -> ProcessCost:
     """As the project runs it, with a clock around the library's own call."""
     from quant_eval.libraries import pcre, run_gptqmodel
 
@@ -141,7 +125,7 @@ def run_gptqmodel(place: Path, _: Tensor) -> Cost:
     pcre.stand_in()
     from gptqmodel.models.base import BaseQModel
 
-    plain, costs = BaseQModel.quantize, list[Cost]()
+    plain, costs = BaseQModel.quantize, list[ProcessCost]()
 
     def clocked(*arguments, **named):
         logs = []
@@ -149,26 +133,24 @@ def run_gptqmodel(place: Path, _: Tensor) -> Cost:
         return logs[0]
 
     job = Job(
-        hf_dir=place / "model",
+        hf_dir=work / "model",
         spec=parse_spec(SPEC),
-        calibration=place / "ids.safetensors",
+        calibration=work / "ids.safetensors",
         dtype="fp32",
         device="cpu",
         batch_size=BATCH_SIZE,
         threads=1,
-        out=place,
+        out=work,
     )
     with mock.patch.object(BaseQModel, "quantize", clocked):
         run_gptqmodel.quantize(job)
-    (place / WEIGHTS).rename(place / "gptqmodel.safetensors")
     return costs[0]
 
 
-def run_llmcompressor(place: Path, ids_NL: Tensor) -> Cost:
+def run_llmcompressor(work: Path, ids_NL: Tensor) -> ProcessCost:
     """GPTQModifier on every decoder layer in turn; its linears are all calibrated in one pass
     through the layer.
     """
-    from compressed_tensors.offload import remove_dispatch
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor.entrypoints.oneshot import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
@@ -176,7 +158,7 @@ def run_llmcompressor(place: Path, ids_NL: Tensor) -> Cost:
 
     # Pins host memory for copies to an accelerator; fails without one.
     IntermediatesCache.pin_memory = lambda *_: None  # type: ignore[method-assign]
-    spec = parse_spec(SPEC)
+    spec = typed(ColumnSpec, SPEC)
     weights = QuantizationArgs(
         num_bits=spec.bits,
         type="int",
@@ -185,8 +167,12 @@ def run_llmcompressor(place: Path, ids_NL: Tensor) -> Cost:
         group_size=spec.group_size,
         observer="memoryless_minmax",
     )
-    model = load_hf_model(place / "model", torch.float32, attention="sdpa")
-    linears = [name for name, _ in linears_of(model)]
+    model = load_hf_model(work / "model", torch.float32, attention="sdpa")
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head"
+    ]
     modifier = GPTQModifier(
         config_groups={"linears": QuantizationScheme(targets=linears, weights=weights)},
         ignore=[],
@@ -209,159 +195,96 @@ def run_llmcompressor(place: Path, ids_NL: Tensor) -> Cost:
         )
     )
     assert not modifier._rtn_fallback_module_names
-    remove_dispatch(model)  # plain tensors again
-    dense = {
-        f"{name}.weight": linear.weight.detach().contiguous() for name, linear in linears_of(model)
-    }
-    save_file(dense, place / "llmcompressor.safetensors")
     return cost
 
 
-def linears_of(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """The linears of the decoder blocks, by name."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name != "lm_head"
-    ]
-
-
-@torch.no_grad()
-def mean_objectives(place: Path, ids_NL: Tensor, contenders: list[str]) -> dict[str, float]:
-    """The mean over linears of tr(dW H dW^T) / tr(W H W^T), H of the full-precision model's
-    inputs.
-    """
-    model = load_hf_model(place / "model", torch.float32, attention="sdpa")
-    hessians: dict[str, Tensor] = {}
-
-    def collect(name: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
-        def hook(_: nn.Module, inputs: tuple[Tensor]) -> None:
-            inputs_TI = inputs[0].flatten(0, 1)
-            hessian_II = (inputs_TI.T @ inputs_TI).double()
-            hessians[name] = hessians[name].add_(hessian_II) if name in hessians else hessian_II
-
-        return hook
-
-    for name, linear in linears_of(model):
-        if name.rpartition(".")[2] not in SHARED_INPUTS:
-            linear.register_forward_pre_hook(collect(name))
-    for ids_BL in ids_NL.split(BATCH_SIZE):
-        model.get_submodule("model")(ids_BL, use_cache=False)
-
-    def objective(name: str, weight_OI: Tensor, dense_OI: Tensor) -> float:
-        parent, _, leaf = name.rpartition(".")
-        hessian_II = hessians[f"{parent}.{SHARED_INPUTS.get(leaf, leaf)}"]
-        error, whole = (
-            torch.sum((matrix_OI @ hessian_II) * matrix_OI)
-            for matrix_OI in (dense_OI.double() - weight_OI.double(), weight_OI.double())
-        )
-        return float(error / whole)
-
-    means = {}
-    for contender in contenders:
-        dense = load_file(place / f"{contender}.safetensors")
-        values = [
-            objective(name, linear.weight, dense[f"{name}.weight"])
-            for name, linear in linears_of(model)
-        ]
-        means[contender] = sum(values) / len(values)
-    return means
-
-
-def compete(size: Size) -> list[str]:
+def quantization_lines() -> list[str]:
     """Runs every contender, one after the other; a line for each, and for each peer ours against
     it.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch)
+        work = Path(scratch)
         make_hf_directory(
-            place / "model",
+            work / "model",
             vocab_size=2048,
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=size.layers,
+            hidden_size=HIDDEN,
+            intermediate_size=INTERMEDIATE,
+            num_hidden_layers=LAYERS,
             num_attention_heads=8,
             num_key_value_heads=8,
-            max_position_embeddings=size.sequence_length,
+            max_position_embeddings=LENGTH,
         )
         generator = torch.Generator().manual_seed(0)
-        ids_NL = torch.randint(2048, (size.sequences, size.sequence_length), generator=generator)
-        save_file({"input_ids": ids_NL}, place / "ids.safetensors")
+        ids_NL = torch.randint(2048, (SEQUENCES, LENGTH), generator=generator)
+        save_file({"input_ids": ids_NL}, work / "ids.safetensors")
         failures: dict[str, str] = {}
         for name in CONTENDERS:
             method, _, processes = name.partition("-")
-            command = [sys.executable, "-m", "tests.bench.quantization", method, str(place)]
+            command = [sys.executable, "-m", "tests.bench.quantization", method, str(work)]
             if processes == "2":
-                command = torchrun(2, "tests.bench.quantization", method, str(place))
+                command = torchrun(2, "tests.bench.quantization", method, str(work))
             done = execute(command, timeout_seconds=3600)
             if done.returncode:
                 failures[name] = next(
                     iter(re.findall(r"^\w*Error: .*", done.stderr, re.MULTILINE)), "no message"
                 )
         finished = [name for name in CONTENDERS if name not in failures]
-        objectives = mean_objectives(place, ids_NL, finished)
         costs = {
-            name: [Cost(**json.loads(path.read_text())) for path in place.glob(f"{name}.*.json")]
+            name: [
+                ProcessCost(**json.loads(path.read_text())) for path in work.glob(f"{name}.*.json")
+            ]
             for name in finished
         }
-    lines = [line_of(name, costs[name], objectives[name]) for name in finished]
+    lines = [line_of(name, costs[name]) for name in finished]
     lines += [f"{f'GPTQ by {name}':<70} failed   ({reason})" for name, reason in failures.items()]
     return lines + ratio_lines(costs)
 
 
-def line_of(name: str, costs: list[Cost], objective: float) -> str:
+def line_of(name: str, costs: list[ProcessCost]) -> str:
     """One contender; of several ranks the slowest and the largest."""
     slowest = max(costs, key=lambda cost: cost.seconds)
     largest = max(costs, key=lambda cost: cost.peak_mib)
     return (
         f"{f'GPTQ by {name}':<70} {slowest.seconds:>6.1f} s (CPU {slowest.cpu_seconds:.1f} s,"
         f" imports and loading {slowest.seconds_before:.1f} s, peak {largest.peak_mib:.0f} MiB,"
-        f" {largest.mib_before:.0f} of them before; mean objective {objective:.6f})"
+        f" {largest.mib_before:.0f} of them before)"
     )
 
 
-def ratio_lines(costs: dict[str, list[Cost]]) -> list[str]:
+def ratio_lines(costs: dict[str, list[ProcessCost]]) -> list[str]:
     """Rotated against plain in CPU time; ours against each peer in seconds and peak memory."""
     lines = []
     if "rotated" in costs and "ours-1" in costs:
         rotated, plain = (costs[name][0] for name in ("rotated", "ours-1"))
         ratio, memory = rotated.cpu_seconds / plain.cpu_seconds, rotated.peak_mib / plain.peak_mib
-        lines.append(
-            f"{'GPTQ, CPU seconds: rotated / ours-1':<70} {ratio:>6.2f}   (peak memory {memory:.2f})"
-        )
+        remark = f"peak memory {memory:.2f}"
+        lines.append(line("GPTQ, CPU seconds: rotated / ours-1", ratio, remark))
     for ours in (name for name in costs if name.startswith("ours")):
         for peer in (name for name in ("gptqmodel", "llmcompressor") if name in costs):
             seconds = max(cost.seconds for cost in costs[ours]) / costs[peer][0].seconds
             memory = max(cost.peak_mib for cost in costs[ours]) / costs[peer][0].peak_mib
-            lines.append(
-                f"{f'GPTQ, seconds: {ours} / {peer}':<70} {seconds:>6.2f}   (peak memory"
-                f" {memory:.2f})"
-            )
+            remark = f"peak memory {memory:.2f}"
+            lines.append(line(f"GPTQ, seconds: {ours} / {peer}", seconds, remark))
     return lines
 
 
-def quantization_lines() -> list[str]:
-    """Return the lines that make bench prints."""
-    return compete(FULL)
-
-
-def contend(method: str, place: Path) -> None:
+def contend(method: str, work: Path) -> None:
     """One contender's process, on a core of its own; leaves its weights and its cost in `place`."""
     rank, processes = int(os.environ.get("RANK", "0")), os.environ.get("WORLD_SIZE", "1")
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    os.chdir(place)  # where the libraries leave their logs
+    os.chdir(work)  # where the libraries leave their logs
     torch.set_num_threads(1)
-    ids_NL = load_file(place / "ids.safetensors")["input_ids"]
+    ids_NL = load_file(work / "ids.safetensors")["input_ids"]
     runs = {
         "ours": run_ours,
         "rotated": run_rotated,
         "gptqmodel": run_gptqmodel,
         "llmcompressor": run_llmcompressor,
     }
-    cost = runs[method](place, ids_NL)
+    cost = runs[method](work, ids_NL)
     name = f"ours-{processes}" if method == "ours" else method
-    (place / f"{name}.{rank}.json").write_text(json.dumps(asdict(cost)))
+    (work / f"{name}.{rank}.json").write_text(json.dumps(asdict(cost)))
 
 
 if __name__ == "__main__":
@@ -369,5 +292,4 @@ if __name__ == "__main__":
         contend(sys.argv[1], Path(sys.argv[2]).resolve())
     else:
         torch.set_num_threads(1)
-        for line in compete(SMALL if sys.argv[1:] == ["--small"] else FULL):
-            print(line, flush=True)
+        print("\n".join(quantization_lines()))

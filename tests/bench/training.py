@@ -9,7 +9,6 @@ speed drifts.
 
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,15 +19,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.bench import line
 from train.data.batches import Batch
 from train.data.config import DataConfig
 from train.distributed import start
 from train.engine import Engine, StepResult
-from train.model.config import ModelConfig
-from train.model.families import hf_settings
+from train.model.config import ModelConfig, hf_settings
 from train.model.initialization import initial_parameter
+from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig
-from train.run.optimization import ConstantPhase, OptimizerConfig, ScheduleConfig
+from train.run.optimization import ConstantPhase, ScheduleConfig
 
 ROUNDS = 11
 LEARNING_RATE = 1e-4
@@ -56,7 +56,7 @@ def bench_run(engine: str) -> RunConfig:
             "data": DataConfig(
                 train="-", held_out="-", tokenizer="-", sequence_length=256, held_out_sequences=1
             ),
-            "optimizer": OptimizerConfig(peak_lr=LEARNING_RATE),
+            "optimizer": AdamW(peak_lr=LEARNING_RATE),
             "schedule": ScheduleConfig(warmup_tokens=0, phase=ConstantPhase()),
             "total_steps": 100,
             "batch_size": 8,
@@ -175,8 +175,8 @@ def main() -> None:
     for call in calls.values():
         call()
     rounds = [{name: seconds(call) for name, call in calls.items()} for _ in range(ROUNDS)]
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
+    with tempfile.TemporaryDirectory() as scratch:
+        shared = [scratch]
         dist.broadcast_object_list(shared, src=0)
         saves = {}
         for name, engine in engines.items():
@@ -187,9 +187,7 @@ def main() -> None:
             saves[name] = save_seconds(engine, plain_save, root)
         dist.barrier()
     if dist.get_rank() == 0:
-        for line in report(rounds, saves, run.tokens_per_step):
-            sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        print("\n".join(report(rounds, saves, run.tokens_per_step)), flush=True)
     dist.barrier()
     os._exit(0)  # two engines share the process groups: neither may tear them down under the other
 
@@ -207,13 +205,11 @@ def report(
             tokens / statistics.median(each[key] for each in rounds) for key in (name, "plain")
         )
         what = f"tokens/s, 2 processes: {title} / HF + DDP + AdamW"
-        lines.append(f"{what:<70} {ratio:>6.2f}   ({ours:,.0f} / {peer:,.0f})")
+        lines.append(line(what, ratio, f"{ours:,.0f} / {peer:,.0f}"))
         stall, whole, plain = saves[name]
         what = f"save: stall of {title} / torch.save"
-        lines.append(
-            f"{what:<70} {stall / plain:>6.2f}   ({stall * 1e3:.0f} ms, whole {whole * 1e3:.0f} /"
-            f" {plain * 1e3:.0f} ms)"
-        )
+        remark = f"{stall * 1e3:.0f} ms, whole {whole * 1e3:.0f} / {plain * 1e3:.0f} ms"
+        lines.append(line(what, stall / plain, remark))
     return lines
 
 

@@ -16,12 +16,13 @@ from base.errors import UserError
 from base.files import record_files, write_json
 from base.frozen import fingerprint
 from ckpt_tools.export import export
-from ckpt_tools.hf.model import EXPORTED_ARCHITECTURES, identify, load_hf_model
+from ckpt_tools.hf.model import identify, load_hf_model
 from ckpt_tools.verify import verify
 from tests.ckpt_tools.checkpoints import seal
 from tests.conftest import LAYOUTS, layouts
 from tests.runs import error_line, python
 from tests.sealing import flip_digit, reseal
+from train.model.families import TRAINED_ARCHITECTURES
 from train.run.config import dump_run, load_run
 from train.run.directory import CHECKPOINT_JSON
 
@@ -244,10 +245,7 @@ def drop_optimizer(state):
     [
         (lambda state: state.pop(Q_NORM), f"missing ['{FIRST_Q_NORM}', "),
         (lambda state: state.update(extra=torch.ones(3)), "unknown ['extra']"),
-        (
-            lambda state: state.update({Q_NORM: torch.ones(4, 7)}),
-            "is (7,), the model needs (32,)",
-        ),
+        (lambda state: state.update({Q_NORM: torch.ones(4, 7)}), "is (7,), the model needs (32,)"),
         (
             lambda state: state[Q_NORM].mul_(1.01),
             "not what was trained: model.layers.0.self_attn.q_norm.weight;",
@@ -322,7 +320,7 @@ def test_changed_or_foreign_hf_directories_are_refused(exported, tmp_path):
         json.dumps(config | {"architectures": ["GPT2LMHeadModel"]})
     )
     with pytest.raises(UserError, match="holds a GPT2LMHeadModel"):
-        load_hf_model(tmp_path / "hf", torch.float32, architectures=EXPORTED_ARCHITECTURES)
+        load_hf_model(tmp_path / "hf", torch.float32, architectures=TRAINED_ARCHITECTURES)
 
 
 def test_an_export_without_parity_is_refused(exported, tmp_path):

@@ -19,8 +19,8 @@ from base.errors import UserError
 from base.files import record_files, sha256_of, write_json
 from ckpt_tools.checkpoint import verified_record
 from ckpt_tools.export import export
+from ckpt_tools.hf.directory import DOWNLOAD_JSON, DownloadRecord
 from ckpt_tools.importing import import_checkpoint
-from ckpt_tools.released.download_record import DOWNLOAD_JSON, DownloadRecord
 from tests.conftest import VOCAB_SIZE, make_hf_directory
 from tests.digests import blake3_of
 from tests.runs import make_run, ranks

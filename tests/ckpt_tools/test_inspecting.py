@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from base.environment import version
 from base.errors import UserError
 from base.files import record_file
-from ckpt_tools.averaging.average import average_models
+from ckpt_tools.averaging import average_models
 from ckpt_tools.export import export
 from ckpt_tools.inspecting import describe, inspect
 from tests.ckpt_tools.checkpoints import seal

@@ -4,11 +4,10 @@ from pathlib import Path
 
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.hf.configuration import write_configuration
-from tests.bench.export import RandomWeights
+from tests.ckpt_tools.random_weights import RandomWeights
 from tests.interpreter import interpreter
 from tests.runs import PROJECT, execute
-from train.model.config import ModelConfig
-from train.model.families import hf_settings
+from train.model.config import ModelConfig, hf_settings
 
 MODEL = ModelConfig(
     vocab_size=2048,

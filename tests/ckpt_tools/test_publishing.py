@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from base.environment import version
 from base.errors import UserError
 from base.files import record_file, write_json
-from ckpt_tools.averaging.average import average_models
+from ckpt_tools.averaging import average_models
 from ckpt_tools.export import export
 from ckpt_tools.hf.directory import write_result
 from ckpt_tools.publishing import publish, published_name, tokens_unit

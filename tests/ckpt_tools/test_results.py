@@ -1,7 +1,7 @@
 import pytest
 
 from base.errors import UserError
-from ckpt_tools.hf.measured import Curvature, Quantization, Slice, Step, Tasks
+from ckpt_tools.hf.measured import Curvature, MeasuredStep, Quantization, Slice, Tasks
 from ckpt_tools.hf.results import read_result
 from tests.sealing import reseal
 
@@ -9,7 +9,7 @@ SPECS = {
     Quantization: {"name": "gptq-b3-g128", "method": "gptq", "evaluation": {"sha256": "ab"}},
     Tasks: {"name": "gptq-b3-g128", "method": "gptq", "tasks": {"piqa": {}}},
     Curvature: {"name": "hutchinson", "data": {"bin_sha256": "ab"}},
-    Step: {"name": "step-gptq-b3-g128", "data": {}, "quantized": {"spec": "gptq-b3-g128"}},
+    MeasuredStep: {"name": "step-gptq-b3-g128", "data": {}, "quantized": {"spec": "gptq-b3-g128"}},
     Slice: {"name": "slice-random", "data": {}, "plane": "random"},
 }
 
@@ -27,7 +27,7 @@ def test_the_spec_says_of_which_kind_a_result_is(tmp_path, kind):
         assert (type(result.measured), result.path) == (kind, path)
         assert result.settings == SPECS[kind]
         assert read_result(place, kind) == result
-    other = Step if kind is not Step else Slice
+    other = MeasuredStep if kind is not MeasuredStep else Slice
     with pytest.raises(UserError, match=r"is a result of .*; give one of"):
         read_result(path, other)
 

@@ -11,7 +11,7 @@ from base.errors import UserError
 from ckpt_tools.export import export
 from tests.probes import accused, name_of
 from train.model import megatron_names
-from train.model.families import parameter_shapes
+from train.model.config import parameter_shapes
 
 
 def spans_in_a_row(name: str, model: Any) -> dict[str, list[tuple[int, int]]]:
@@ -72,7 +72,7 @@ def test_swapped_norms_of_the_converter_are_refused_by_name(trained, tmp_path, m
         "mlp.linear_fc2.post_norm.weight",
     )
     entries = megatron_names.INSIDE_LAYER
-    swapped = entries | {attention: entries[feedforward], feedforward: entries[attention]}
+    swapped = dict(entries) | {attention: entries[feedforward], feedforward: entries[attention]}
     monkeypatch.setattr(megatron_names, "INSIDE_LAYER", swapped)
     with pytest.raises(UserError) as caught:
         export(trained("dp1") / "checkpoints" / "step00000020", tmp_path / "hf")

@@ -7,13 +7,11 @@ curvlinops also an activation without torch's silu, whose derivative has none in
 Shapes: B sequences of a batch, S positions of a sequence, N tokens, V vocabulary, P parameters.
 """
 
-import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
-from curvlinops import HessianLinearOperator, hutchinson_trace
-from hessian_eigenthings import HessianOperator, hf_lm_loss, hutchinson
+from curvlinops import HessianLinearOperator
+from hessian_eigenthings import HessianOperator, hf_lm_loss
 from pyhessian import hessian
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -104,34 +102,9 @@ def eigenthings_product(model: PreTrainedModel, batches: Sequence[Tensor]) -> Pr
     return eigenthings_of(model, batches).matvec
 
 
-def pyhessian_trace(model: PreTrainedModel, batches: Sequence[Tensor], probes: int) -> float:
-    """Its own stopping rule ends at any probe that moves the mean by less than 0.1%; 0 lets it
-    use its time.
-    """
-    return statistics.fmean(pyhessian_of(model, batches).trace(maxIter=probes, tol=0))
-
-
-def curvlinops_trace(model: PreTrainedModel, batches: Sequence[Tensor], probes: int) -> float:
-    """All probes are multiplied at once, as columns of a matrix."""
-    return float(hutchinson_trace(curvlinops_of(model, batches), probes))
-
-
-def eigenthings_trace(model: PreTrainedModel, batches: Sequence[Tensor], probes: int) -> float:
-    """Its generator is its own."""
-    return hutchinson(
-        eigenthings_of(model, batches), num_samples=probes, seed=torch.initial_seed()
-    ).estimate
-
-
-class Library(NamedTuple):
-    """Product and Hutchinson's trace, of the Hessian of the mean loss over batches of one size."""
-
-    product: Callable[[PreTrainedModel, Sequence[Tensor]], Product]
-    trace: Callable[[PreTrainedModel, Sequence[Tensor], int], float]
-
-
-LIBRARIES = {
-    "PyHessian": Library(pyhessian_product, pyhessian_trace),
-    "curvlinops": Library(curvlinops_product, curvlinops_trace),
-    "hessian-eigenthings": Library(eigenthings_product, eigenthings_trace),
+# Products with the Hessian of the mean loss over batches of one size.
+LIBRARIES: dict[str, Callable[[PreTrainedModel, Sequence[Tensor]], Product]] = {
+    "PyHessian": pyhessian_product,
+    "curvlinops": curvlinops_product,
+    "hessian-eigenthings": eigenthings_product,
 }

@@ -21,8 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from base.errors import UserError
 from base.ranks import Ranks, start
 from curvature.products.exact import DualHessian
-from curvature.products.finite_difference import difference_product
-from curvature.products.guard import check_product
+from curvature.products.guard import check_product, difference_product
 from curvature.products.model import CurvedModel, Sharding
 from curvature.products.parameters import Parameters, Probe, local
 from curvature.products.sketch import CountSketch

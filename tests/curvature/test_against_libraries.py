@@ -39,9 +39,7 @@ def test_product_of_a_batch(library, direction):
     hessian, tokens = ours(torch.float32), random_tokens(batch=3)
     v_P = gaussian(hessian.parameters.size)
     v_P = v_P.sign() if direction == "signs" else v_P
-    theirs_P = LIBRARIES[library].product(tiny_model(torch.float32, std=0.1, **MODEL), [tokens])(
-        v_P
-    )
+    theirs_P = LIBRARIES[library](tiny_model(torch.float32, std=0.1, **MODEL), [tokens])(v_P)
     assert relative(hessian.product(tokens, v_P).hv_p, theirs_P.double()) < 1e-5
 
 
@@ -52,6 +50,6 @@ def test_product_of_several_batches_is_the_mean_of_ours(library):
     """
     hessian, batches = ours(torch.float32), [random_tokens(seed=seed) for seed in range(3)]
     v_P = gaussian(hessian.parameters.size)
-    theirs_P = LIBRARIES[library].product(tiny_model(torch.float32, std=0.1, **MODEL), batches)(v_P)
+    theirs_P = LIBRARIES[library](tiny_model(torch.float32, std=0.1, **MODEL), batches)(v_P)
     ours_P = torch.stack([hessian.product(tokens, v_P).hv_p for tokens in batches]).mean(0)
     assert relative(ours_P, theirs_P.double()) < 1e-5

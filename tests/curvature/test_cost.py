@@ -21,10 +21,10 @@ import curvature.spectrum.lanczos
 from base.errors import UserError
 from base.ranks import ALONE
 from ckpt_tools.formats.weights import DTYPES
-from ckpt_tools.hf.forward import read_config
+from ckpt_tools.hf.configuration import read_config
 from curvature.cost import simulation
 from curvature.cost.memory import PROCESS_BYTES, work_of
-from curvature.cost.plan import Plan, cost_lines, estimate
+from curvature.cost.plan import GpuPlan, cost_lines, estimate
 from curvature.cost.simulation import simulate
 from curvature.measurement import measure
 from curvature.products.exact import DualHessian, streamed
@@ -66,10 +66,7 @@ def real_flops(depth: int, settings: HutchinsonSettings, dual: bool) -> float:
         config_of(depth), dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
     curved = CurvedModel(
-        model,
-        ranks=ALONE,
-        dtype=DTYPES[settings.dtype],
-        checkpointing=settings.checkpointing,
+        model, ranks=ALONE, dtype=DTYPES[settings.dtype], checkpointing=settings.checkpointing
     )
     tokens_BS1 = torch.zeros(B, S + 1, dtype=torch.int64)
     with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter:
@@ -141,11 +138,7 @@ MASKS = 2 * 192 * 192 * (1 + 4)
 )
 def test_bytes_are_those_that_torch_allocates(dual, dtype, checkpointing, left_out):
     """By torch's count of a pass that is made; 1% is for what kernels take beside their tensors."""
-    shape: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_attention_heads": 4,
-    }
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4}
     config = Olmo2Config(
         vocab_size=1024, num_hidden_layers=3, max_position_embeddings=192, eos_token_id=0, **shape
     )
@@ -238,7 +231,7 @@ THRIFTY: dict[str, Any] = {
     "vectors": "host",
     "microbatch_sequences": 1,
 }
-H100 = Plan()
+H100 = GpuPlan()
 
 
 def test_traces_of_seven_billion_parameters_fit_one_gpu_and_64_gigabytes(tmp_path):
@@ -355,11 +348,11 @@ def test_ranks_that_find_no_work_save_no_time(tmp_path):
 
 
 def test_plans():
-    assert Plan.parse("h200") == Plan(1, "h200")
-    assert Plan.parse("8xa100") == Plan(8, "a100")
+    assert GpuPlan.parse("h200") == GpuPlan(1, "h200")
+    assert GpuPlan.parse("8xa100") == GpuPlan(8, "a100")
     for text in ("b9000", "0xh100", "8x", "", "-1xh100", "h100x8"):
         with pytest.raises(UserError, match=r"names no GPUs; give a kind \(h100, h200, a100\)"):
-            Plan.parse(text)
+            GpuPlan.parse(text)
 
 
 def test_sequences_beyond_the_context(hf_dir):

@@ -5,13 +5,12 @@ said to be.
 import pytest
 import torch
 
-import curvature.architectures.parts
+import curvature.dual.blocks
 from base.errors import UserError
 from base.ranks import ALONE
-from curvature.products.dual import Dual
+from curvature.dual.numbers import Dual
 from curvature.products.exact import DualHessian, HessianProduct, SketchedProduct
-from curvature.products.finite_difference import difference_product
-from curvature.products.guard import check_product
+from curvature.products.guard import check_product, difference_product
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.products.sketch import CountSketch
@@ -88,7 +87,7 @@ def test_a_wrong_product_of_the_right_loss_is_refused(monkeypatch):
         silu = Dual(gate.value * sigmoid, sigmoid * gate.tangent)
         return silu * up
 
-    monkeypatch.setattr(curvature.architectures.parts, "swiglu", wrong_swiglu)
+    monkeypatch.setattr(curvature.dual.blocks, "swiglu", wrong_swiglu)
     with pytest.raises(UserError, match=r"refusing to measure: Hv in fp32 is off .*limit 0.01"):
         check(CurvedModel(tiny_model(torch.float32), ranks=ALONE))
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from base.errors import UserError
 from base.ranks import ALONE
-from ckpt_tools.hf.forward import read_config
+from ckpt_tools.hf.configuration import read_config
 from curvature.loading import WeightFiles
 from curvature.products.model import CurvedModel
 from curvature.settings import StepSettings

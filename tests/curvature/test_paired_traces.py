@@ -22,12 +22,7 @@ from tests.sealing import reseal
 
 def content(trace, *, model="runs/lr3e-3/hf/step00000640", name="hutchinson", **settings):
     """A result.json, of what a comparison reads."""
-    spec = {
-        "sequence_length": 64,
-        "microbatch_sequences": 2,
-        "seed": 0,
-        "dtype": "fp32",
-    }
+    spec = {"sequence_length": 64, "microbatch_sequences": 2, "seed": 0, "dtype": "fp32"}
     spec |= {"name": name, "route": "dual", "data": {"bin_sha256": "ab" * 32}} | settings
     measured = {"trace": {"mean": 0.0, "per_microbatch": list(trace)}}
     return {"model": {"path": model}, "spec": spec, "measured": measured, "environment": {}}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from base.ranks import ALONE
-from curvature.products.finite_difference import difference_product
+from curvature.products.guard import difference_product
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.products.sketch import CountSketch

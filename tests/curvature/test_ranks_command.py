@@ -21,16 +21,7 @@ OPTIONS = [
     "--tolerance",
     "1e-3",
 ]
-PAIRS = [
-    "--pairs",
-    "5",
-    "--norm-pairs",
-    "3",
-    "--companion-pairs",
-    "3",
-    "--max-iterations",
-    "50",
-]
+PAIRS = ["--pairs", "5", "--norm-pairs", "3", "--companion-pairs", "3", "--max-iterations", "50"]
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import Olmo2ForCausalLM
 
-from curvature.architectures import parts
-from curvature.fused.elementwise import rms_norm
+from curvature.dual import blocks
+from curvature.dual.elementwise import rms_norm
 from tests.conftest import make_hf_directory
 from tests.curvature.test_command import command, quantized_model
 from tests.sealing import reseal
@@ -31,20 +31,7 @@ def refusal(capsys, tmp_path, held_out_prefix):
         of_spec = PAIRS if spec == "hutchinson" else []
         before = sorted(model.rglob("*"))
         capsys.readouterr()
-        assert (
-            command(
-                spec,
-                model,
-                "--data",
-                data,
-                "--out",
-                out,
-                *SMALL,
-                *of_spec,
-                *options,
-            )
-            == 2
-        )
+        assert command(spec, model, "--data", data, "--out", out, *SMALL, *of_spec, *options) == 2
         assert not out.exists()
         assert sorted(model.rglob("*")) == before
         lines = capsys.readouterr().err.splitlines()
@@ -130,7 +117,7 @@ def test_bad_models(refusal, tmp_path):
     (other / "config.json").write_text(
         json.dumps(config | {"architectures": ["BertModel"], "model_type": "bert"})
     )
-    assert "this model is bert; give one of those" in refusal(other)
+    assert "architecture bert is not known; give one of olmo2, " in refusal(other)
     (other / "config.json").write_text(json.dumps(config)[:-9])
     assert "is not valid JSON" in refusal(other)
 
@@ -159,7 +146,7 @@ def test_text_that_is_not_what_was_prepared(refusal, tmp_path, hf_dir, held_out_
 
 
 def test_a_product_that_differs_from_finite_differences(refusal, monkeypatch, hf_dir):
-    monkeypatch.setattr(parts, "rms_norm", lambda x, weight, _, *to: rms_norm(x, weight, 0.1, *to))
+    monkeypatch.setattr(blocks, "rms_norm", lambda x, weight, _, *to: rms_norm(x, weight, 0.1, *to))
     assert "refusing to measure" in refusal(hf_dir)
 
 

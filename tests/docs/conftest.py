@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import zstandard
 
-from dynamics.recipes import resolve
+from study.recipes.resolve import resolve
 from study.results.collect import collect_rows
 from study.results.table import write_table
-from study.text.kinds import TokenFiles
+from study.text_kinds import TokenFiles
 from tests.ckpt_tools.released.fake_hub import FakeHub, config_json
 from tests.conftest import make_hf_directory
 from tests.docs.pages import PROJECT
@@ -29,15 +29,15 @@ QUANTIZATION = {
     "specs": ("gptq-b3-g32",),
     "methods": (),
     "calibration_sequences": 4,
-    "calibration_draws": 1,
+    "calibration_seeds": 1,
     "eval_tokens": 12_288,
     "block_tokens": 12_288,
 }
 RECIPE = '''"""In place of a large recipe: one run at a constant rate."""
 
 from study.measurements.quantization import QuantizationSettings
-from dynamics.recipes import parts
-from study.text.kinds import TokenFiles
+from study.recipes import parts
+from study.text_kinds import TokenFiles
 from train.model.presets import olmo2
 from train.run.optimization import ConstantPhase, ScheduleConfig
 
@@ -94,21 +94,21 @@ KINDS = ("train", "export", "quantize", "curvature", "light")
 @pytest.fixture(scope="module")
 def statistics(tmp_path_factory) -> Path:
     """A directory whose runs/tiny has the demo's runs, and made-up numbers."""
-    place = tmp_path_factory.mktemp("statistics")
+    root = tmp_path_factory.mktemp("statistics")
     study = resolve("tiny")
-    directory = write_study(place / "runs/tiny", study)
+    directory = write_study(root / "runs/tiny", study)
     write_table(directory, study, collect_rows(directory, study).rows)
-    return place
+    return root
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory, smoke_root) -> Path:
     """A directory with runs/, recipes/, the files in my/ that pages name, and mine.py."""
-    place = tmp_path_factory.mktemp("checkout")
+    root = tmp_path_factory.mktemp("checkout")
     # a store remembers where it was made
-    shutil.copytree(smoke_root, place / "runs", ignore=shutil.ignore_patterns("ml*"))
-    (place / "recipes").mkdir()
-    data = place / "runs" / NAME / "data"
+    shutil.copytree(smoke_root, root / "runs", ignore=shutil.ignore_patterns("ml*"))
+    (root / "recipes").mkdir()
+    data = root / "runs" / NAME / "data"
     text = TokenFiles(
         train=str(data / "train"),
         held_out=str(data / "held_out"),
@@ -120,14 +120,14 @@ def checkout(tmp_path_factory, smoke_root) -> Path:
         recipe = RECIPE.format(
             function=name.replace("-", "_"), text=repr(text), quantization=QUANTIZATION
         )
-        (place / "recipes" / f"{name}.py").write_text(recipe)
-    (place / "mine.py").write_text(_own_recipe(text))
-    write_task_files(place / "my/tasks")
-    _write_text(place / "my")
-    site = SITE.format(root=place / "shared", python=interpreter(), project=PROJECT)
+        (root / "recipes" / f"{name}.py").write_text(recipe)
+    (root / "mine.py").write_text(_own_recipe(text))
+    write_task_files(root / "my/tasks")
+    _write_text(root / "my")
+    site = SITE.format(root=root / "shared", python=interpreter(), project=PROJECT)
     resources = "".join(RESOURCES.format(kind=kind) for kind in KINDS)
-    (place / "lab.toml").write_text(site + resources)
-    return place
+    (root / "lab.toml").write_text(site + resources)
+    return root
 
 
 def _own_recipe(text: TokenFiles) -> str:
@@ -140,7 +140,7 @@ def _own_recipe(text: TokenFiles) -> str:
             "olmo2(hidden_size=96, layers=3, heads=4, intermediate_size=256), parts.SMALL_TEXT",
             f"{small}.model_copy(update={{'vocab_size': 1024}}), {text!r}",
         ),
-        ("from study.definition", "from study.text.kinds import TokenFiles\nfrom study.definition"),
+        ("from study.definition", "from study.text_kinds import TokenFiles\nfrom study.definition"),
         (
             "parts.SMALL_QUANTIZATION",
             f"parts.SMALL_QUANTIZATION.model_copy(update={QUANTIZATION!r})",
@@ -156,7 +156,7 @@ def _own_recipe(text: TokenFiles) -> str:
     return recipe
 
 
-def _write_text(place: Path) -> None:
+def _write_text(folder: Path) -> None:
     """Write books.jsonl.zst, 3,000 documents of random words, OLMo's kind of token files, and a
     revision of one's own.
     """
@@ -165,20 +165,20 @@ def _write_text(place: Path) -> None:
     lines = [
         json.dumps({"text": " ".join(generator.choices(words, k=90))}) + "\n" for _ in range(3000)
     ]
-    place.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     compressed = zstandard.compress("".join(lines).encode())
-    (place / "books.jsonl.zst").write_bytes(compressed)
-    (place / "checkpoints.csv").write_text("step,tokens,learning_rate\n100,3276800,3e-4\n")
-    (place / "checkpoints/step100").mkdir(parents=True)
-    (place / "checkpoints/step100/config.json").write_bytes(config_json("llama"))
-    (place / "checkpoints/step100/model.safetensors").touch()
-    (place / "c4").mkdir()
+    (folder / "books.jsonl.zst").write_bytes(compressed)
+    (folder / "checkpoints.csv").write_text("step,tokens,learning_rate\n100,3276800,3e-4\n")
+    (folder / "checkpoints/step100").mkdir(parents=True)
+    (folder / "checkpoints/step100/config.json").write_bytes(config_json("llama"))
+    (folder / "checkpoints/step100/model.safetensors").touch()
+    (folder / "c4").mkdir()
     for number, part in enumerate((lines[:50], lines[50:100])):
-        (place / f"c4/{number}.jsonl").write_text("".join(part))
+        (folder / f"c4/{number}.jsonl").write_text("".join(part))
     tokens = np.random.default_rng(0).integers(1, 300, size=4096, dtype=np.uint32)
     tokens[::64] = 0  # ends of documents
-    (place / "mix").mkdir()
-    tokens.tofile(place / "mix/part-0.npy")
+    (folder / "mix").mkdir()
+    tokens.tofile(folder / "mix/part-0.npy")
 
 
 @pytest.fixture(scope="module")

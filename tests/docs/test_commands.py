@@ -42,10 +42,7 @@ SMALLER = (
     (r"--watch 60", "--watch 10"),
     (r"--vocab-size 32768", "--vocab-size 1024"),
     (r"--workers 8", "--workers 2"),
-    (
-        r"(quant_eval run) (models/)",
-        r"\1 --eval-tokens 12288 --calibration-sequences 4 \2",
-    ),
+    (r"(quant_eval run) (models/)", r"\1 --eval-tokens 12288 --calibration-sequences 4 \2"),
     (r"--dtype bf16 --checkpointing", "--checkpointing"),  # a small random model is too rough
     (r"--sequence-length 2048", "--sequence-length 64"),
     (
@@ -63,10 +60,7 @@ SMALLER = (
         r"\1 --set total_steps=49 --set save_steps=[49] --set batch_size=8"
         " --set data.sequence_length=32 --set data.held_out_sequences=8 --set",
     ),
-    (
-        r"(study run|slurm submit|study show) (tiny|olmo2-\w+-lr)\b",
-        r"\1 recipes/\2.py",
-    ),
+    (r"(study run|slurm submit|study show) (tiny|olmo2-\w+-lr)\b", r"\1 recipes/\2.py"),
     (
         r"study run trajectory",
         f"study run trajectory --profile smoke --text my/books.jsonl.zst --tokenizer {MODEL}",
@@ -105,7 +99,7 @@ def smaller(command: str) -> str:
 
 def run(command: str, directory: Path, hub: FakeHub) -> None:
     """Run a command in a directory, and fail with what it printed if it fails."""
-    words = [place for word in shlex.split(command) for place in _expanded(word, directory)]
+    words = [part for word in shlex.split(command) for part in _expanded(word, directory)]
     variables = environment()
     if "allenai/" in command:
         variables |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(directory / "hub")}

@@ -25,8 +25,8 @@ def test_links_lead_somewhere(name):
     for link in LINK.findall(FENCE.sub("", page.read_text())):
         if link.startswith("https://"):
             continue
-        place, _, anchor = link.partition("#")
-        target = (page.parent / place).resolve() if place else page
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert target.is_relative_to(PROJECT), link
         if anchor:

@@ -77,12 +77,12 @@ def mutated_lines(random: Random, content: bytes) -> bytes:
     number = random.randrange(len(lines))
     separator = random.choice((b"|", b"=", b",", b"-", b" ", b":", b"_", b"."))
     fields = lines[number].split(separator)
-    place = random.randrange(len(fields))
+    index = random.randrange(len(fields))
     kind = random.randrange(6)
     if kind == 0:
-        del fields[place]
+        del fields[index]
     elif kind == 1:
-        fields[place] = random.choice(HOSTILE).encode()[:20_000]
+        fields[index] = random.choice(HOSTILE).encode()[:20_000]
     elif kind == 2:
         lines.insert(number, random.choice(lines))
     elif kind == 3:
@@ -123,8 +123,8 @@ def _resealed(text: str) -> str:
 
 def _changed(random: Random, value: Any) -> Any:
     """A JSON value with a change at one place of it."""
-    places = list(_places(value))
-    parent, key = random.choice(places) if places else (None, None)
+    members = list(_places(value))
+    parent, key = random.choice(members) if members else (None, None)
     if parent is None:
         return PLACE
     kind = random.random()
@@ -133,7 +133,7 @@ def _changed(random: Random, value: Any) -> Any:
     elif kind < 0.3 and isinstance(parent, dict):
         parent[random.choice(("a", "", "\n", "a" * 3000, "../x"))] = PLACE
     elif kind < 0.4:  # a value from elsewhere in the file
-        other, name = random.choice(places)
+        other, name = random.choice(members)
         parent[key] = json.loads(json.dumps(other[name]))
     else:
         parent[key] = PLACE

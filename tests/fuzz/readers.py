@@ -16,31 +16,35 @@ from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.megatron_shards import ShardedTensors
 from ckpt_tools.formats.weight_files import INDEX_JSON
 from ckpt_tools.formats.weights import read_whole
-from ckpt_tools.hf.directory import read_lineage, write_lineage
-from ckpt_tools.hf.forward import empty_model, read_config
+from ckpt_tools.hf.configuration import read_config
+from ckpt_tools.hf.directory import read_download, read_lineage, write_lineage
+from ckpt_tools.hf.forward import empty_model
 from ckpt_tools.hf.model import identify, read_hf_config
 from ckpt_tools.hf.results import labels, read_result
-from ckpt_tools.hf.source import read_model
+from ckpt_tools.importing import read_trainable
 from ckpt_tools.inspecting import describe
-from ckpt_tools.released.download_record import read_download
-from dynamics.recipes import resolve
 from quant_eval.specs import parse_spec
 from quant_eval.tasks import documents
 from slurm import cluster
+from slurm.cluster import parse_sacct, parse_squeue
 from slurm.site import load_site
-from slurm.states import parse_sacct, parse_squeue
 from slurm.status.overview import look
 from slurm.status.table import lines_of
 from slurm.status.trainings import straggler_of, training_of
-from slurm.submission.excluded import exclude, excluded_nodes
-from slurm.submission.record import existing_submission
-from slurm.submission.starts import record_end, record_start
+from slurm.submission.record import (
+    exclude,
+    excluded_nodes,
+    existing_submission,
+    record_end,
+    record_start,
+)
 from slurm.submission.survey import complete_steps, remember_complete
 from study.definition import load_study
 from study.machine.hardware import Hardware
 from study.pipeline.ledger import Ledger
-from study.pipeline.steps import steps_of
+from study.recipes.resolve import resolve
 from study.results.table import Row, read_table, write_table
+from study.steps import steps_of
 from tests.ckpt_tools.checkpoints import seal
 from tests.fuzz.mutators import (
     mutated_bytes,
@@ -50,12 +54,12 @@ from tests.fuzz.mutators import (
     mutated_lines,
 )
 from tests.sealing import reseal, write_ending
-from tests.slurm import watched
+from tests.slurm import studies
 from train.data.corpus import open_corpus
+from train.data.documents import read_documents
 from train.data.manifest import read_manifest
-from train.data.reading import read_documents
 from train.data.tokenizer import load_tokenizer
-from train.model.families import parameter_shapes
+from train.model.config import parameter_shapes
 from train.run.config import dump_run, load_run, with_settings
 from train.run.dcp_metadata import read_metadata
 from train.run.directory import RunDirectory, read_checkpoint_record
@@ -150,13 +154,11 @@ def _run_json(path: Path) -> object:
 
 
 _file(
-    "run.json",
-    json.dumps(resolve("tiny", "smoke").trained[0].model_dump(mode="json")),
-    _run_json,
+    "run.json", json.dumps(resolve("tiny", "smoke").trained[0].model_dump(mode="json")), _run_json
 )
 _file(
     "study.json",
-    json.dumps(sealed(watched.small_study().model_dump(mode="json"))),
+    json.dumps(sealed(studies.watched_study().model_dump(mode="json"))),
     lambda path: [step.command for step in steps_of(load_study(path.parent))],
 )
 ROWS = [
@@ -179,8 +181,8 @@ _file(
 
 def _training(directory: Path, _sources: Sources) -> list[Path]:
     run = directory / "lr3e-3"
-    watched.write_metrics(directory, "lr3e-3", range(1, 6), 1)
-    watched.write_ranks(directory, "lr3e-3", 3, 1, [1.0, 1.1, 2.0])
+    studies.write_metrics(directory, "lr3e-3", range(1, 6), 1)
+    studies.write_ranks(directory, "lr3e-3", 3, 1, [1.0, 1.1, 2.0])
     return [run / "metrics.jsonl", run / "ranks.jsonl"]
 
 
@@ -220,11 +222,11 @@ _file("result.json", json.dumps(sealed(RESULT)), _result)
 def _table(directory: Path, _sources: Sources) -> list[Path]:
     columns = {"average": None, "phase": "stable", "peak_lr": 1e-3, "study": "small", "run": "a"}
     rows = [Row.of(columns | {"step": step, "tokens": 100 * step}) for step in range(4)]
-    return [write_table(directory, watched.small_study(), rows)]
+    return [write_table(directory, studies.watched_study(), rows)]
 
 
 READERS["table.parquet"] = Reader(
-    _table, lambda path: read_table(path, watched.small_study()), mutated_bytes
+    _table, lambda path: read_table(path, studies.watched_study()), mutated_bytes
 )
 
 # --- HF directories ---
@@ -237,7 +239,7 @@ def _model(directory: Path, sources: Sources) -> list[Path]:
 
 def _configured(directory: Path) -> object:
     read_hf_config(directory)
-    read_model(directory)
+    read_trainable(directory)
     return empty_model(read_config(directory))
 
 
@@ -296,22 +298,22 @@ _file(
 
 
 def _checkpoint(directory: Path, sources: Sources, *names: str) -> list[Path]:
-    place = directory / "checkpoints/step00000020"
-    shutil.copytree(sources.run_dir / "checkpoints/step00000020", place)
+    checkpoint = directory / "checkpoints/step00000020"
+    shutil.copytree(sources.run_dir / "checkpoints/step00000020", checkpoint)
     shutil.copy(sources.run_dir / "run.json", directory)
-    return [path for name in names for path in sorted(place.glob(name))]
+    return [path for name in names for path in sorted(checkpoint.glob(name))]
 
 
 def _described(directory: Path) -> object:
-    place = directory / "checkpoints/step00000020"
-    describe(place)
-    return open_weights(place, read_checkpoint_record(place))
+    checkpoint = directory / "checkpoints/step00000020"
+    describe(checkpoint)
+    return open_weights(checkpoint, read_checkpoint_record(checkpoint))
 
 
 def _tensors(directory: Path) -> object:
-    place = directory / "checkpoints/step00000020"
-    read_metadata(place)
-    stored = ShardedTensors(place)
+    checkpoint = directory / "checkpoints/step00000020"
+    read_metadata(checkpoint)
+    stored = ShardedTensors(checkpoint)
     names = [name for name in stored.tensors if not name.startswith("optimizer")]
     return [stored.read(name, 0, stored.tensors[name].shape[0]) for name in names]
 
@@ -320,9 +322,7 @@ READERS["checkpoint.json"] = Reader(
     lambda directory, sources: _checkpoint(directory, sources, "checkpoint.json"), _described
 )
 READERS[".metadata"] = Reader(
-    lambda directory, sources: _checkpoint(directory, sources, ".metadata"),
-    _tensors,
-    mutated_bytes,
+    lambda directory, sources: _checkpoint(directory, sources, ".metadata"), _tensors, mutated_bytes
 )
 READERS[".distcp"] = Reader(
     lambda directory, sources: _checkpoint(directory, sources, "__*.distcp"),
@@ -419,32 +419,32 @@ _file("site file", EXAMPLE.read_text(), load_site, mutated_lines, "site.toml")
 
 
 def _submission(directory: Path, _sources: Sources) -> list[Path]:
-    study, place = watched.small_study(), directory / "small"
-    submission = watched.submitted(place, study)
+    study, study_dir = studies.watched_study(), directory / "small"
+    submission = studies.submitted(study_dir, study)
     names = [step.name for step in steps_of(study)][:4]
-    watched.make(place, study, names)
-    remember_complete(place, set(names))
-    record_start(place, ("train", 0), submission.element_ids["train", 0], 1, 5)
-    record_end(place, ("train", 0), submission.element_ids["train", 0], "asked")
-    watched.write_metrics(place, study.runs[0].name, range(1, 4), 1)
-    watched.write_attempts(place, study.runs[0].name, 1)
-    exclude(place, {"node7": "broken"})
-    write_ending(RunDirectory(place / study.runs[0].name), "preempted", 3, asked_by="user")
-    slurm = place / "slurm"
+    studies.make(study_dir, study, names)
+    remember_complete(study_dir, set(names))
+    record_start(study_dir, ("train", 0), submission.element_ids["train", 0], 1, 5)
+    record_end(study_dir, ("train", 0), submission.element_ids["train", 0], "asked")
+    studies.write_metrics(study_dir, study.runs[0].name, range(1, 4), 1)
+    studies.write_attempts(study_dir, study.runs[0].name, 1)
+    exclude(study_dir, {"node7": "broken"})
+    write_ending(RunDirectory(study_dir / study.runs[0].name), "preempted", 3, asked_by="user")
+    slurm = study_dir / "slurm"
     return [
         *(slurm / "submission.json", slurm / "jobs.jsonl", slurm / "complete.json"),
-        *(slurm / "excluded.json", *slurm.glob("starts/*.jsonl"), *place.glob("steps/*.json")),
-        RunDirectory(place / study.runs[0].name).status_json,
+        *(slurm / "excluded.json", *slurm.glob("starts/*.jsonl"), *study_dir.glob("steps/*.json")),
+        RunDirectory(study_dir / study.runs[0].name).status_json,
     ]
 
 
-def _watched(directory: Path) -> object:
-    place = directory / "small"
+def _looked_at(directory: Path) -> object:
+    study_dir = directory / "small"
     before = cluster.states
     cluster.states = lambda ids: {}  # type: ignore[assignment]
     try:
-        complete_steps(place, Ledger(place, steps_of(load_study(place))))
-        return existing_submission(place), excluded_nodes(place), lines_of(look(place))
+        complete_steps(study_dir, Ledger(study_dir, steps_of(load_study(study_dir))))
+        return existing_submission(study_dir), excluded_nodes(study_dir), lines_of(look(study_dir))
     finally:
         cluster.states = before
 
@@ -454,5 +454,5 @@ def _mutated_record(random: Random, content: bytes) -> bytes:
     return (mutated_json_lines if lines else mutated_json)(random, content)
 
 
-READERS["submission"] = Reader(_submission, _watched, _mutated_record)
+READERS["submission"] = Reader(_submission, _looked_at, _mutated_record)
 __all__ = ["READERS", "Reader", "Sources", "seal"]

@@ -60,8 +60,8 @@ def _finding(reader: Reader, directory: Path) -> str | None:
         if isinstance(error, KeyboardInterrupt):
             raise
         last = traceback.extract_tb(error.__traceback__)[-3:]
-        places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in last[::-1])
-        return f"{type(error).__name__}: {str(error)[:150]!r} at {places}"
+        frames = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in last[::-1])
+        return f"{type(error).__name__}: {str(error)[:150]!r} at {frames}"
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     seconds = time.process_time() - begin

@@ -20,7 +20,7 @@ from typing import Any
 from base.environment import PROJECT, software, version, version_line
 from tests.gpu.checks import checks, run
 from tests.gpu.figures import table
-from tests.gpu.place import FORKS, FULL, IN_SMALL, Place
+from tests.gpu.workbench import FORKS, FULL, IN_SMALL, Workbench
 
 TOTAL_SECONDS = 900
 PROBE = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
@@ -73,11 +73,13 @@ def main() -> int:
     began_at = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
         sizes = FULL if arguments.device == "cuda" else IN_SMALL
-        place = Place(arguments.device, sizes, Path(work))
-        names = [name for name in checks(place) if re.search(arguments.only, name)]
+        workbench = Workbench(arguments.device, sizes, Path(work))
+        names = [name for name in checks(workbench) if re.search(arguments.only, name)]
         if not names:
-            parser.error(f"--only {arguments.only}: no check; there are {', '.join(checks(place))}")
-        figures = run(place, names, arguments.seconds)
+            parser.error(
+                f"--only {arguments.only}: no check; there are {', '.join(checks(workbench))}"
+            )
+        figures = run(workbench, names, arguments.seconds)
     seconds = time.monotonic() - began_at
     report = {
         "machine": machine(gpu),

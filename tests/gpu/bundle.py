@@ -26,43 +26,12 @@ PLATFORMS = (
 # what train, quant_eval and curvature import for the checks, and what that imports, but for torch
 # and CUDA's libraries
 PACKAGES = (
-    *(
-        "megatron-core",
-        "einops",
-        "transformers",
-        "tokenizers",
-        "safetensors",
-        "huggingface_hub",
-        "hf-xet",
-        "fsspec",
-    ),
-    *(
-        "filelock",
-        "httpx",
-        "httpcore",
-        "h11",
-        "anyio",
-        "idna",
-        "certifi",
-        "PyYAML",
-        "regex",
-        "tqdm",
-        "packaging",
-    ),
-    *("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions"),
-    *(
-        "typer",
-        "click",
-        "shellingham",
-        "annotated-doc",
-        "rich",
-        "markdown-it-py",
-        "mdurl",
-        "Pygments",
-    ),
-    *("numpy", "scipy", "psutil"),
-    *("compressed-tensors", "loguru"),
-    *("blake3", "nvidia-ml-py"),
+    *("megatron-core", "einops", "transformers", "tokenizers", "safetensors", "huggingface_hub"),
+    *("hf-xet", "fsspec", "filelock", "httpx", "httpcore", "h11", "anyio", "idna", "certifi"),
+    *("PyYAML", "regex", "tqdm", "packaging", "pydantic", "pydantic_core", "annotated-types"),
+    *("typing-inspection", "typing_extensions", "typer", "click", "shellingham"),
+    *("annotated-doc", "rich", "markdown-it-py", "mdurl", "Pygments", "numpy", "scipy", "psutil"),
+    *("compressed-tensors", "loguru", "blake3", "nvidia-ml-py"),
 )
 
 
@@ -98,30 +67,10 @@ def parts(sizes: dict[str, int], most: int = PART_BYTES) -> list[list[str]]:
 def download(requirements: Sequence[str], out: Path) -> None:
     """The wheels of exactly these versions."""
     platforms = [text for platform in PLATFORMS for text in ("--platform", platform)]
-    options = [
-        "--no-deps",
-        "--only-binary=:all:",
-        "--implementation",
-        "cp",
-        "--python-version",
-        PYTHON,
-        *platforms,
-    ]
-    abis = [
-        text for abi in (f"cp{PYTHON.replace('.', '')}", "abi3", "none") for text in ("--abi", abi)
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        *options,
-        *abis,
-        "--dest",
-        str(out),
-        *requirements,
-    ]
+    abis = [text for abi in ("cp312", "abi3", "none") for text in ("--abi", abi)]
+    options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", *abis]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", *options, *platforms]
+    command += ["--python-version", PYTHON, "--dest", str(out), *requirements]
     subprocess.run(command, check=True)
 
 

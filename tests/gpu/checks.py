@@ -11,25 +11,16 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu import (
-    casts,
-    gptq,
-    hessian,
-    kernels,
-    libraries,
-    saved,
-    training,
-    transformer_engine,
-)
-from tests.gpu.figures import Figure, SkippedError, table
-from tests.gpu.place import FORKS, Place
+from tests.gpu import casts, gptq, hessian, kernels, libraries, saved, training, transformer_engine
+from tests.gpu.figures import CheckedFigure, SkippedError, table
+from tests.gpu.workbench import FORKS, Workbench
 
 
-def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
+def checks(workbench: Workbench) -> dict[str, Callable[[Workbench], list[CheckedFigure]]]:
     """Every check by name, in the order in which they run: what would spoil the others comes
     first.
     """
-    entries: dict[str, Callable[[Place], list[Figure]]] = {
+    entries: dict[str, Callable[[Workbench], list[CheckedFigure]]] = {
         "nccl": kernels.nccl,
         "rope": kernels.rope,
         "documents": kernels.documents,
@@ -45,7 +36,9 @@ def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
         "Hessian, CPU and GPU": hessian.cpu_and_gpu,
         "Hessian, vectors on the host": hessian.vectors_on_the_host,
     }
-    entries |= {f"speed, {name}": partial(training.speed, name=name) for name in place.sizes.timed}
+    entries |= {
+        f"speed, {name}": partial(training.speed, name=name) for name in workbench.sizes.timed
+    }
     return entries | {
         "GPTQ, block": gptq.block_seconds,
         "Hessian, seconds": hessian.seconds,
@@ -68,39 +61,39 @@ def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
     }
 
 
-def _run_one(name: str, place: Place, out: Path) -> None:
+def _run_one(name: str, workbench: Workbench, out: Path) -> None:
     """In a process of its own: writes the check's figures, a failed or skipped one where it has
     none.
     """
     try:
-        if place.device == "cuda":
+        if workbench.device == "cuda":
             # What runs on the CPU beside it is not timed.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
-        figures = checks(place)[name](place)
+        figures = checks(workbench)[name](workbench)
     except SkippedError as reason:
-        figures = [Figure(name, None, note=str(reason), skipped=True)]
+        figures = [CheckedFigure(name, None, note=str(reason), skipped=True)]
     except BaseException as error:  # noqa: BLE001  whatever it is, the other checks continue
         traceback.print_exc()
         figures = [
-            Figure(
+            CheckedFigure(
                 name, None, note=f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
             )
         ]
     out.write_text(json.dumps([figure._asdict() for figure in figures]))
 
 
-def run(place: Place, names: Iterable[str], total_seconds: float) -> list[Figure]:
+def run(workbench: Workbench, names: Iterable[str], total_seconds: float) -> list[CheckedFigure]:
     """The figures of all checks; those of a check that takes longer than is left are its name,
     failed.
     """
     ends_at = time.monotonic() + total_seconds
-    figures: list[Figure] = []
+    figures: list[CheckedFigure] = []
     for number, name in enumerate(names):
-        work = place.work / str(number)
+        work = workbench.work / str(number)
         work.mkdir(parents=True)
-        began_at, out = time.monotonic(), place.work / f"{number}.json"
+        began_at, out = time.monotonic(), workbench.work / f"{number}.json"
         child = FORKS.Process(
-            target=_run_one, args=(name, Place(place.device, place.sizes, work), out)
+            target=_run_one, args=(name, Workbench(workbench.device, workbench.sizes, work), out)
         )
         child.start()
         child.join(max(0.0, ends_at - began_at))
@@ -109,10 +102,10 @@ def run(place: Place, names: Iterable[str], total_seconds: float) -> list[Figure
             child.join()
         seconds = time.monotonic() - began_at
         if out.exists():
-            new = [Figure(**figure) for figure in json.loads(out.read_text())]
+            new = [CheckedFigure(**figure) for figure in json.loads(out.read_text())]
         else:
             left = f"no figure after {seconds:.0f} s, exit code {child.exitcode}"
-            new = [Figure(name, None, note=left)]
+            new = [CheckedFigure(name, None, note=left)]
         # All are printed at the end, and here already, should the machine be taken away before.
         print(f"{name}: {seconds:.0f} s\n{table(new)}\n", file=sys.stderr, flush=True)
         figures += new

@@ -4,13 +4,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 
 class SkippedError(Exception):
     """A check that this machine cannot make; the message says why."""
 
 
-class Figure(NamedTuple):
-    """One measured number.
+class CheckedFigure(NamedTuple):
+    """A measured number with its limits.
 
     Attributes:
         name: of the figure.
@@ -46,7 +48,7 @@ class Figure(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """In words."""
+        """The limits of the value, in words."""
         least = "" if self.least is None else f">= {self.least:.4g}"
         most = "" if self.most is None else f"<= {self.most:.4g}"
         return ", ".join(filter(None, (least, most)))
@@ -57,10 +59,16 @@ class Figure(NamedTuple):
         return self._asdict() | {"value": value, "verdict": self.verdict}
 
 
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over that of what is expected, computed in float64 on the CPU."""
+    exact = expected.cpu().double()
+    return float((result.cpu().double() - exact).norm() / exact.norm())
+
+
 HEADER = ("figure", "value", "unit", "limit", "verdict")
 
 
-def table(figures: Sequence[Figure]) -> str:
+def table(figures: Sequence[CheckedFigure]) -> str:
     """One line per figure, and its note below where there is one."""
     rows = [HEADER]
     for figure in figures:
@@ -71,7 +79,7 @@ def table(figures: Sequence[Figure]) -> str:
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    for place, figure in reversed(list(enumerate(figures, start=1))):
+    for line, figure in reversed(list(enumerate(figures, start=1))):
         if figure.note:
-            lines.insert(place + 1, f"    {figure.note}")
+            lines.insert(line + 1, f"    {figure.note}")
     return "\n".join(lines)

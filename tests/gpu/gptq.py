@@ -9,21 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from base.hessian import InputHessian
 from base.ranks import Ranks
-from base.rounding.columns import round_columns
-from base.rounding.gptq import gptq, prepare
-from base.rounding.grid import Rounded
-from base.rounding.hessian import InputHessian
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
+from quant_eval.group import Rounded
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses
 from quant_eval.measuring.walk import Variant, walk
 from quant_eval.model.streamed import StreamedModel
+from quant_eval.rounding.gptq import gptq, prepare, round_columns
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
 from quant_eval.transforms.steps import Transform
-from tests.gpu.figures import Figure
-from tests.gpu.place import Place, hf_model, random_tokens
+from tests.gpu.figures import CheckedFigure
+from tests.gpu.workbench import Workbench, hf_model, random_tokens
+from tests.quant_eval.specs import gptq_spec
 from train.model.config import ModelConfig
 
 SPEC = "gptq-b4-g32"
@@ -56,8 +56,8 @@ def walked(
     def keep(name: str, rounded: Rounded, _: Transform) -> None:
         codes[name] = rounded.codes_OI
 
-    place: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
-    compute = ComputeSettings(batch_size=batch_size, device=place)
+    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+    compute = ComputeSettings(batch_size=batch_size, device=kind)
     streamed = StreamedModel(model, HFWeights(model), DTYPES["fp32"], device)
     variant = Variant(parse_spec(SPEC), calibration_NL, keep=keep)
     began_at = time.perf_counter()
@@ -66,56 +66,58 @@ def walked(
     return Walked(codes, quantized.losses, time.perf_counter() - began_at)
 
 
-def graph_and_plain(place: Place) -> list[Figure]:
+def graph_and_plain(workbench: Workbench) -> list[CheckedFigure]:
     """The columns of one linear as a CUDA graph and kernel by kernel: equal codes, seconds."""
-    width, device = place.sizes.block.hidden_size, place.torch_device
+    width, device = workbench.sizes.block.hidden_size, workbench.torch_device
     generator = torch.Generator().manual_seed(0)
     inputs_NI, weight_OI = (torch.randn(2 * width, width, generator=generator) for _ in range(2))
     hessian = InputHessian(width, device, torch.float32)
     hessian.add(inputs_NI.to(device))
-    spec = parse_spec(SPEC)
+    spec = gptq_spec(SPEC)
     prepared, weight_OI = prepare(hessian.mean("linear"), spec, "linear"), weight_OI.to(device)
 
     def codes_and_seconds() -> tuple[Tensor, float]:
         for _ in range(2):  # the first makes the graph
-            place.synchronize()
+            workbench.synchronize()
             began_at = time.perf_counter()
             codes_OI = gptq(weight_OI, prepared, spec).codes_OI
-            place.synchronize()
+            workbench.synchronize()
         return codes_OI, time.perf_counter() - began_at
 
     graph_OI, graph_seconds = codes_and_seconds()
-    with mock.patch("base.rounding.gptq.block_rounding", return_value=round_columns):
+    with mock.patch("quant_eval.rounding.gptq.block_rounding", return_value=round_columns):
         plain_OI, plain_seconds = codes_and_seconds()
     each = 1e6 * graph_seconds / width
     note = f"{each:.3g} us a column; expected 13 to 20 on an H100"
     return [
-        Figure(
+        CheckedFigure(
             "GPTQ, columns as a CUDA graph: codes of the plain kernels",
             float((graph_OI == plain_OI).double().mean()),
             "of all",
             least=1.0,
         ),
-        Figure(
+        CheckedFigure(
             "GPTQ, plain columns over the graph's", plain_seconds / graph_seconds, "x", note=note
         ),
     ]
 
 
-def bf16_hessian(place: Place) -> list[Figure]:
+def bf16_hessian(workbench: Workbench) -> list[CheckedFigure]:
     """The sums of bf16 products on tensor cores against float64."""
-    width = place.sizes.block.hidden_size
+    width = workbench.sizes.block.hidden_size
     generator = torch.Generator().manual_seed(0)
     inputs_NI = torch.randn(4096, width, generator=generator).add(0.3).bfloat16()
-    inputs_NI = inputs_NI.to(place.torch_device)
-    hessian = InputHessian(width, place.torch_device, torch.bfloat16)
+    inputs_NI = inputs_NI.to(workbench.torch_device)
+    hessian = InputHessian(width, workbench.torch_device, torch.bfloat16)
     hessian.add(inputs_NI)
     exact_II = inputs_NI.double().T @ inputs_NI.double() / len(inputs_NI)
     size_I = exact_II.diagonal().sqrt()
     error = (hessian.mean("linear") - exact_II).abs() / (size_I[:, None] * size_I)
     note = "2.5e-6 on an H200: tensor cores cut off what they add up in fp32"
     return [
-        Figure("Hessian of bf16 inputs against float64", float(error.max()), most=1e-5, note=note)
+        CheckedFigure(
+            "Hessian of bf16 inputs against float64", float(error.max()), most=1e-5, note=note
+        )
     ]
 
 
@@ -127,13 +129,13 @@ def evaluation(vocabulary: int, length: int) -> EvaluationSet:
     )
 
 
-def cpu_and_gpu(place: Place) -> list[Figure]:
+def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
     """The same quantization on both."""
-    model, length = place.sizes.compared, place.sizes.compared_length
-    directory = hf_model(place.work / "model", model, length)
+    model, length = workbench.sizes.compared, workbench.sizes.compared_length
+    directory = hf_model(workbench.work / "model", model, length)
     calibration_NL = random_tokens(48, length, model.vocab_size)
     data = evaluation(model.vocab_size, length)
-    devices = (torch.device("cpu"), place.torch_device)
+    devices = (torch.device("cpu"), workbench.torch_device)
     here, there = (
         walked(directory, calibration_NL, data, device, batch_size=8) for device in devices
     )
@@ -146,14 +148,14 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
         float(outcome.losses.nll.sum() / outcome.losses.tokens.sum()) for outcome in (here, there)
     ]
     return [
-        Figure("GPTQ, CPU against GPU: equal codes", equal / total, "of all", least=0.999),
-        Figure(
+        CheckedFigure("GPTQ, CPU against GPU: equal codes", equal / total, "of all", least=0.999),
+        CheckedFigure(
             "GPTQ, CPU against GPU: loss",
             abs(full[1] / full[0] - 1),
             "relative difference",
             most=1e-5,
         ),
-        Figure(
+        CheckedFigure(
             "GPTQ, CPU against GPU: KL divergence",
             abs(divergences[1] / divergences[0] - 1),
             "relative difference",
@@ -162,16 +164,16 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
     ]
 
 
-def block_seconds(place: Place) -> list[Figure]:
+def block_seconds(workbench: Workbench) -> list[CheckedFigure]:
     """Seconds of a block of the 1B shape, second run of two: the first loads kernels."""
-    model = place.sizes.block
-    sequences, length = place.sizes.calibration
-    directory = hf_model(place.work / "model", model, length)
+    model = workbench.sizes.block
+    sequences, length = workbench.sizes.calibration
+    directory = hf_model(workbench.work / "model", model, length)
     calibration_NL = random_tokens(sequences, length, model.vocab_size)
     data = evaluation(model.vocab_size, length)
     few = calibration_NL[: max(1, sequences // 16)]
-    walked(directory, few, data, place.torch_device, batch_size=8)
-    seconds = walked(directory, calibration_NL, data, place.torch_device, batch_size=8).seconds
+    walked(directory, few, data, workbench.torch_device, batch_size=8)
+    seconds = walked(directory, calibration_NL, data, workbench.torch_device, batch_size=8).seconds
     each = seconds / model.num_hidden_layers
     expected = roofline_seconds(model, sequences * length)
     note = (
@@ -179,9 +181,9 @@ def block_seconds(place: Place) -> list[Figure]:
         " 16 us a column; without host copies; the embedding and the evaluation are"
         " counted as the blocks'"
     )
-    most = 4 * expected if place.device == "cuda" else None
+    most = 4 * expected if workbench.device == "cuda" else None
     name = f"GPTQ, block of width {model.hidden_size}, {sequences} x {length} tokens"
-    return [Figure(name, each, "s", most=most, note=note)]
+    return [CheckedFigure(name, each, "s", most=most, note=note)]
 
 
 def roofline_seconds(model: ModelConfig, tokens: int) -> float:

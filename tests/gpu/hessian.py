@@ -10,16 +10,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from base.ranks import Ranks
-from curvature.cost.plan import Plan, estimate
-from curvature.fused.one_pass import observed
+from curvature.cost.plan import GpuPlan, estimate
+from curvature.dual.one_pass import observed
 from curvature.products.exact import DualHessian, HessianProduct
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.settings import HutchinsonSettings
-from tests.gpu.figures import Figure
-from tests.gpu.place import Place, random_tokens
-from train.model.config import ModelConfig
-from train.model.families import hf_settings
+from tests.gpu.figures import CheckedFigure, relative_error
+from tests.gpu.workbench import Workbench, random_tokens
+from train.model.config import ModelConfig, hf_settings
 
 ROUNDS = 3
 
@@ -34,40 +33,37 @@ def random_model(model: ModelConfig, length: int, device: torch.device) -> Any:
         ).eval()
 
 
-def cpu_and_gpu(place: Place) -> list[Figure]:
+def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
     """The same product on both."""
-    model, length = place.sizes.compared, place.sizes.compared_length
+    model, length = workbench.sizes.compared, workbench.sizes.compared_length
     tokens_BS1 = random_tokens(2, length + 1, model.vocab_size)
     network = random_model(model, length, torch.device("cpu"))
     products: list[HessianProduct] = []
-    for device in (torch.device("cpu"), place.torch_device):
+    for device in (torch.device("cpu"), workbench.torch_device):
         curved = CurvedModel(network.to(device), ranks=Ranks(0, 1, device))
         hessian = DualHessian(curved)
         products.append(hessian.product(tokens_BS1, hessian.parameters.probe(Probe(0, 0))))
         with observed(lambda function, arguments: function(*arguments)):
             line_by_line = hessian.product(tokens_BS1, hessian.parameters.probe(Probe(0, 0)))
         network = random_model(model, length, torch.device("cpu"))
-    here, there = (product.hv_p.cpu().double() for product in products)
+    here, there = (product.hv_p for product in products)
     return [
-        Figure(
-            "Hv in fp32, CPU against GPU",
-            float((there - here).norm() / here.norm()),
-            "relative",
-            most=1e-4,
+        CheckedFigure(
+            "Hv in fp32, CPU against GPU", relative_error(there, here), "relative", most=1e-4
         ),
-        Figure(
+        CheckedFigure(
             "Hv in fp32, functions compiled against line by line",
-            float((line_by_line.hv_p.cpu().double() - there).norm() / there.norm()),
+            relative_error(line_by_line.hv_p, there),
             "relative",
             most=1e-5,
         ),
-        Figure(
+        CheckedFigure(
             "loss beside it",
             abs(products[1].loss / products[0].loss - 1),
             "relative difference",
             most=1e-5,
         ),
-        Figure(
+        CheckedFigure(
             "g.v beside it",
             abs(products[1].slope - products[0].slope),
             "nats/token, difference",
@@ -76,66 +72,68 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
     ]
 
 
-def vectors_on_the_host(place: Place) -> list[Figure]:
+def vectors_on_the_host(workbench: Workbench) -> list[CheckedFigure]:
     """A product of two batches with its vectors on the host, which pass through a pinned buffer."""
-    model, length = place.sizes.compared, place.sizes.compared_length
+    model, length = workbench.sizes.compared, workbench.sizes.compared_length
     batches_BS1 = random_tokens(3, length + 1, model.vocab_size).split(2)
-    device = place.torch_device
+    device = workbench.torch_device
     results = []
     for vectors in (device, torch.device("cpu")):
         network = random_model(model, length, torch.device("cpu")).to(device)
         hessian = DualHessian(CurvedModel(network, ranks=Ranks(0, 1, device), vectors=vectors))
         v_p = hessian.parameters.probe(Probe(0, 0))
-        results.append(hessian.mean_product(batches_BS1, v_p).hv_p.cpu().double())
+        results.append(hessian.mean_product(batches_BS1, v_p).hv_p)
     on_device, on_host = results
     return [
-        Figure(
+        CheckedFigure(
             "Hv of two batches, vectors on the host against the GPU",
-            float((on_host - on_device).norm() / on_device.norm()),
+            relative_error(on_host, on_device),
             "relative",
             most=1e-5,  # gradients of embeddings are summed by atomics, in any order
         )
     ]
 
 
-def seconds(place: Place) -> list[Figure]:
+def seconds(workbench: Workbench) -> list[CheckedFigure]:
     """A product of one sequence in bf16 at the largest shape that is timed, against the
     estimate.
     """
-    name, (model, _) = list(place.sizes.timed.items())[-1]
-    length, device = place.sizes.timed_length, place.torch_device
+    name, (model, _) = list(workbench.sizes.timed.items())[-1]
+    length, device = workbench.sizes.timed_length, workbench.torch_device
     network = random_model(model, length, device)
     settings = HutchinsonSettings(
         dtype="bf16",
         microbatch_sequences=1,
         sequence_length=length,
         lambda_max=False,
-        device=place.device,  # type: ignore[arg-type]
+        device=workbench.device,  # type: ignore[arg-type]
     )
     kind = (
         re.search(r"A100|H100|H200", torch.cuda.get_device_name())
-        if place.device == "cuda"
+        if workbench.device == "cuda"
         else None
     )
     gpu = kind[0].lower() if kind else "h200"
-    cost = estimate(network.config, settings, Plan(1, gpu))
+    cost = estimate(network.config, settings, GpuPlan(1, gpu))
     hessian = DualHessian(CurvedModel(network, ranks=Ranks(0, 1, device), dtype=torch.bfloat16))
     tokens_BS1 = random_tokens(1, length + 1, model.vocab_size)
     hessian.probed(tokens_BS1, Probe(0, 0))
-    place.synchronize()
+    workbench.synchronize()
     began_at = time.perf_counter()
     for index in range(ROUNDS):
         hessian.probed(tokens_BS1, Probe(0, 1 + index))  # returns numbers: it waits for the GPU
     each = (time.perf_counter() - began_at) / ROUNDS
     what = f"Hessian product, {name}, 1 x {length} tokens in bf16"
-    figures = [Figure(what, each, "s", note=f"estimated for {gpu}: {cost.product_seconds:.3g} s")]
-    if memory := place.peak_memory():
+    figures = [
+        CheckedFigure(what, each, "s", note=f"estimated for {gpu}: {cost.product_seconds:.3g} s")
+    ]
+    if memory := workbench.peak_memory():
         planned = sum(cost.memory.values())
         figures += [
-            Figure(
+            CheckedFigure(
                 f"{what}: over the estimate", each / cost.product_seconds, "", least=0.5, most=2.0
             ),
-            Figure(
+            CheckedFigure(
                 f"{what}: peak memory over the estimate", memory / planned, "", least=0.5, most=1.0
             ),
         ]

@@ -6,8 +6,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from tests.gpu.figures import Figure
-from tests.gpu.place import Place
+from tests.gpu.figures import CheckedFigure, relative_error
+from tests.gpu.workbench import Workbench
 from train.model.accumulation import add_product, embedded
 from train.model.documents import attention_in_documents, document_bounds
 from train.model.elementwise import normed_and_rotated
@@ -16,9 +16,9 @@ ROPE_BASE = 500_000.0
 HEAD = 128
 
 
-def rope(place: Place) -> list[Figure]:
+def rope(workbench: Workbench) -> list[CheckedFigure]:
     """Norm and rotary embedding of bf16 queries, compiled as in training, against float64."""
-    length, device = place.sizes.timed_length, place.torch_device
+    length, device = workbench.sizes.timed_length, workbench.torch_device
     generator = torch.Generator().manual_seed(0)
     query_SBNE = torch.randn(length, 1, 4, HEAD, generator=generator).bfloat16()
     weight_W = torch.ones(4 * HEAD, dtype=torch.bfloat16)
@@ -33,21 +33,21 @@ def rope(place: Place) -> list[Figure]:
         query, query, weight, weight, rotary_base=ROPE_BASE, eps=1e-6, group=None
     )
     return [
-        Figure(
+        CheckedFigure(
             "norm and rotary embedding in bf16, as it is trained",
-            _relative(turned.cpu().double(), exact),
+            relative_error(turned, exact),
             "relative error",
             most=1.7e-3,
             note="rounding once leaves 1.64e-3",
-        ),
+        )
     ]
 
 
-def documents(place: Place) -> list[Figure]:
+def documents(workbench: Workbench) -> list[CheckedFigure]:
     """Attention inside documents of 1 to hundreds of tokens in bf16, and its gradients, against
     fp32 document after document; a part of the heads shares keys.
     """
-    length, device = place.sizes.timed_length, place.torch_device
+    length, device = workbench.sizes.timed_length, workbench.torch_device
     generator = torch.Generator().manual_seed(0)
     starts_BS = torch.rand(2, length, generator=generator) < 0.01
     starts_BS[:, 0] = True
@@ -61,9 +61,9 @@ def documents(place: Place) -> list[Figure]:
         output.float().square().sum().backward()
         outcomes.append([output.detach(), *(x.grad for x in inputs if x.grad is not None)])
     return [
-        Figure(
+        CheckedFigure(
             f"attention inside documents in bf16, {name}",
-            _relative(result.double(), exact.double()),
+            relative_error(result, exact),
             "relative error",
             most=1e-2,
         )
@@ -73,9 +73,9 @@ def documents(place: Place) -> list[Figure]:
     ]
 
 
-def sums(place: Place) -> list[Figure]:
+def sums(workbench: Workbench) -> list[CheckedFigure]:
     """Sums over 16,384 tokens in bf16, which are kept in fp32, against float64."""
-    device, generator = place.torch_device, torch.Generator().manual_seed(0)
+    device, generator = workbench.torch_device, torch.Generator().manual_seed(0)
     ids_N = torch.randint(64, (1 << 14,), generator=generator)
     left_NA, right_NB = (
         (torch.randn(1 << 14, 256, generator=generator) + 0.3).bfloat16() for _ in range(2)
@@ -90,27 +90,23 @@ def sums(place: Place) -> list[Figure]:
     of_tokens = torch.zeros(64, 256).double().index_add_(0, ids_N, right_NB.double())
     product = left_NA.double().T @ right_NB.double()
     return [
-        Figure(
+        CheckedFigure(
             "gradient of an embedding in bf16",
-            _relative(table_VB.grad.cpu().double(), of_tokens),
+            relative_error(table_VB.grad, of_tokens),
             "relative error",
             most=2e-3,
             note="rounding once leaves 1.7e-3",
         ),
-        Figure(
+        CheckedFigure(
             "products of bf16 chunks, summed in fp32",
-            _relative(total_AB.cpu().double(), product),
+            relative_error(total_AB, product),
             "relative error",
             most=1e-5,
         ),
     ]
 
 
-def _relative(result: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((result - exact).norm() / exact.norm())
-
-
-def nccl(place: Place) -> list[Figure]:
+def nccl(workbench: Workbench) -> list[CheckedFigure]:
     """NCCL starts, sums over its one rank what is there, and the control group beside it
     answers.
     """
@@ -119,21 +115,21 @@ def nccl(place: Place) -> list[Figure]:
     os.environ.setdefault("NCCL_DEBUG", "WARN")
     began_at = time.perf_counter()
     device = start()
-    values = torch.ones(place.sizes.megabytes << 18, device=device)
+    values = torch.ones(workbench.sizes.megabytes << 18, device=device)
     dist.all_reduce(values)
-    place.synchronize()
+    workbench.synchronize()
     started = time.perf_counter() - began_at
     wrong = float((values != 1).sum())
     began_at = time.perf_counter()
     dist.all_reduce(values)
-    place.synchronize()
+    workbench.synchronize()
     seconds = time.perf_counter() - began_at
     agreed = float(from_rank_zero("here") == "here" and largest([1.0, 2.0]) == [1.0, 2.0])
     backend = dist.get_backend()
     dist.destroy_process_group()
     return [
-        Figure(f"{backend}, one rank: wrong entries of a sum", wrong, "", most=0.0),
-        Figure(f"{backend}, one rank: control group", agreed, "1 is right", least=1.0),
-        Figure(f"{backend}, one rank: start and first sum", started, "s", most=60.0),
-        Figure(f"{backend}, one rank: sum of {place.sizes.megabytes} MB", seconds, "s"),
+        CheckedFigure(f"{backend}, one rank: wrong entries of a sum", wrong, "", most=0.0),
+        CheckedFigure(f"{backend}, one rank: control group", agreed, "1 is right", least=1.0),
+        CheckedFigure(f"{backend}, one rank: start and first sum", started, "s", most=60.0),
+        CheckedFigure(f"{backend}, one rank: sum of {workbench.sizes.megabytes} MB", seconds, "s"),
     ]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quant_eval.libraries.job import WEIGHTS, Job, run_job
 from quant_eval.specs import parse_spec
-from tests.gpu.figures import Figure, SkippedError
-from tests.gpu.place import Place, hf_model, random_tokens
+from tests.gpu.figures import CheckedFigure, SkippedError
+from tests.gpu.workbench import Workbench, hf_model, random_tokens
 
 SPECS = ("gptqmodel-b4-g32", "gptaq-b4-g32", "awq-b4-g32")
 # The linears whose inputs are the same on both. After them a code that falls on the other side
@@ -22,32 +22,32 @@ SPECS = ("gptqmodel-b4-g32", "gptaq-b4-g32", "awq-b4-g32")
 FIRST = ("q_proj", "k_proj", "v_proj")
 
 
-def cpu_and_gpu(place: Place) -> list[Figure]:
+def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
     """The same quantization on both, for every library that runs in a process of its own."""
-    if place.device != "cuda":
+    if workbench.device != "cuda":
         raise SkippedError("the processes of libraries need a GPU to be sent to")
     if not find_spec("gptqmodel") or not find_spec("llmcompressor"):
         raise SkippedError("gptqmodel and llmcompressor are not installed")
-    model, length = place.sizes.compared, place.sizes.compared_length
-    directory = hf_model(place.work / "model", model, length)
-    ids = place.work / "ids.safetensors"
+    model, length = workbench.sizes.compared, workbench.sizes.compared_length
+    directory = hf_model(workbench.work / "model", model, length)
+    ids = workbench.work / "ids.safetensors"
     save_file({"input_ids": random_tokens(48, length, model.vocab_size)}, ids)
     plain = load_file(directory / "model.safetensors")
     figures = []
     for spec in SPECS:
-        here, there = (weights_of(place, directory, ids, spec, on) for on in ("cpu", "cuda"))
+        here, there = (weights_of(workbench, directory, ids, spec, on) for on in ("cpu", "cuda"))
         first = [f"model.layers.0.self_attn.{linear}.weight" for linear in FIRST]
         errors = [error_norm(weights, plain) for weights in (here, there)]
         name = f"{spec}, CPU against GPU"
         figures += [
-            Figure(
+            CheckedFigure(
                 f"{name}: equal weights of the first linears",
                 equal_share(here, there, first),
                 "of all",
                 least=0.99,
             ),
-            Figure(f"{name}: equal weights", equal_share(here, there, list(here)), "of all"),
-            Figure(
+            CheckedFigure(f"{name}: equal weights", equal_share(here, there, list(here)), "of all"),
+            CheckedFigure(
                 f"{name}: norm of the error",
                 abs(errors[1] / errors[0] - 1),
                 "relative difference",
@@ -69,7 +69,7 @@ def error_norm(weights: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
 
 
 def weights_of(
-    place: Place, directory: Path, ids: Path, spec: str, device: Literal["cpu", "cuda"]
+    workbench: Workbench, directory: Path, ids: Path, spec: str, device: Literal["cpu", "cuda"]
 ) -> dict[str, Tensor]:
     """The weights that the spec's library makes on a device."""
     job = Job(
@@ -80,7 +80,7 @@ def weights_of(
         device=device,
         batch_size=8,
         threads=torch.get_num_threads(),
-        out=place.work / f"{spec}-{device}",
+        out=workbench.work / f"{spec}-{device}",
     )
     run_job(job)
     return load_file(job.out / WEIGHTS)

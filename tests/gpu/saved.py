@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.gpu.figures import Figure, SkippedError
-from tests.gpu.place import Place, hf_model, random_tokens
+from tests.gpu.figures import CheckedFigure, SkippedError
+from tests.gpu.workbench import Workbench, hf_model, random_tokens
 
 # vLLM rounds scales to bf16 and sums in another order; a zero, a scale or an order that is not
 # understood changes the loss of random weights by a tenth or more
@@ -16,26 +16,28 @@ MOST = 0.01
 SPECS = ("rtn-b4-g128", "rtn-b4-perchannel", "w8a8", "fp8", "fp8-astatic", "kvfp8")
 
 
-def in_vllm(place: Place) -> list[Figure]:
+def in_vllm(workbench: Workbench) -> list[CheckedFigure]:
     """The loss that vLLM computes with a saved checkpoint, against that of the saved model."""
     if not find_spec("vllm"):
         raise SkippedError("vLLM is not installed; it would need a GPU")
     from tests.quant_eval.saved.blocks import save_measured
 
-    sizes = place.sizes
-    directory = hf_model(place.work / "model", sizes.compared, sizes.compared_length)
+    sizes = workbench.sizes
+    directory = hf_model(workbench.work / "model", sizes.compared, sizes.compared_length)
     ids_NL = random_tokens(8, sizes.compared_length // 2, sizes.compared.vocab_size)
     figures = []
     for spec in SPECS:
-        measured = save_measured(directory, place.work / spec, spec, "bf16")
+        measured = save_measured(directory, workbench.work / spec, spec, "bf16")
         model: Any = measured.model
-        model.to(place.device)
+        model.to(workbench.device)
         with torch.no_grad():
-            logits = model(input_ids=ids_NL.to(place.device), use_cache=False).logits.float().cpu()
+            logits = (
+                model(input_ids=ids_NL.to(workbench.device), use_cache=False).logits.float().cpu()
+            )
         expected = float(cross_entropy(logits[:, :-1].flatten(0, 1), ids_NL[:, 1:].flatten()))
         del model
         difference = abs(_loss(measured.out, ids_NL.tolist(), spec == "kvfp8") / expected - 1)
-        figures.append(Figure(f"{spec} in vLLM: loss", difference, "relative", most=MOST))
+        figures.append(CheckedFigure(f"{spec} in vLLM: loss", difference, "relative", most=MOST))
     return figures
 
 

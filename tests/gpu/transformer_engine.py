@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from base.errors import UserError
-from tests.gpu.figures import Figure, SkippedError
-from tests.gpu.place import Place
+from tests.gpu.figures import CheckedFigure, SkippedError
 from tests.gpu.training import compared as compared_runs
+from tests.gpu.workbench import Workbench
 from train.model.precision import FP8_RECIPES
 
 # Numbers that share a scale, in rows and along the sum: of activations and gradients, of weights.
@@ -102,12 +102,12 @@ def check_can_run(precision: str) -> None:
         raise SkippedError(str(error)) from None
 
 
-def training(place: Place, precision: str) -> list[Figure]:
+def training(workbench: Workbench, precision: str) -> list[CheckedFigure]:
     """The same run with torch's kernels in bf16 and with Transformer Engine's, in any precision."""
     check_can_run(precision)
     return [
         compared_runs(
-            place,
+            workbench,
             f"torch in bf16 against Transformer Engine in {precision}",
             {"precision": "bf16", "kernels": "torch"},
             {"precision": precision, "kernels": "transformer_engine"},
@@ -116,13 +116,13 @@ def training(place: Place, precision: str) -> list[Figure]:
     ]
 
 
-def linear(place: Place, precision: str) -> list[Figure]:
+def linear(workbench: Workbench, precision: str) -> list[CheckedFigure]:
     """A linear of Transformer Engine, forward and backward, under the recipe of a run."""
     check_can_run(precision)
-    return compared(place, precision, transformer_engines)
+    return compared(workbench, precision, transformer_engines)
 
 
-def compared(place: Place, precision: str, linear: Linear) -> list[Figure]:
+def compared(workbench: Workbench, precision: str, linear: Linear) -> list[CheckedFigure]:
     """The output and both gradients of a linear beside those of `EightBitLinear`.
 
     Tokens, inputs and outputs come in groups of 32 of two sizes, which cancel in every sum. A scale
@@ -141,7 +141,7 @@ def compared(place: Place, precision: str, linear: Linear) -> list[Figure]:
         weight_OI / (of_outputs[:, None] * of_inputs),
         gradient_TO * of_outputs * of_tokens[:, None],
     )
-    inputs, weight, gradient = (tensor.bfloat16().to(place.torch_device) for tensor in sized)
+    inputs, weight, gradient = (tensor.bfloat16().to(workbench.torch_device) for tensor in sized)
     expected = written_out(inputs, weight, gradient, precision)
     results = linear(inputs, weight, gradient, precision)
 
@@ -156,7 +156,9 @@ def compared(place: Place, precision: str, linear: Linear) -> list[Figure]:
     for name, size, result, wanted in zip(names, sizes, results, expected, strict=True):
         even = [(tensor.detach().cpu().double() * size) for tensor in (result, wanted)]
         error = float((even[0] - even[1]).norm() / even[1].norm())
-        figures.append(Figure(f"8-bit linear in {precision}: {name}", error, "relative", most=MOST))
+        figures.append(
+            CheckedFigure(f"8-bit linear in {precision}: {name}", error, "relative", most=MOST)
+        )
     return figures
 
 

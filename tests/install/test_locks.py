@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from install import packages, settings, system_torch
+from install import machine, packages, settings
 from tests.install.conftest import PROJECT
 
 LEFT_OUT = {"torchao", "maturin", "torchvision", "pypcre"}
@@ -82,8 +82,8 @@ def test_the_lock_for_cuda_12_pins_what_its_torch_needs():
 def test_every_build_has_a_lock_and_every_lock_that_is_named_is_there():
     builds = {f"requirements-{build}.lock" for build in settings.CUDA_OF}
     assert builds == {path.name for path in PROJECT.glob("requirements-*.lock")}
-    places = ("Makefile", "*.lock", "*.md", "docs/**/*.md", "slurm/images/*", "tests/**/*.py")
-    texts = [path.read_text() for place in places for path in PROJECT.glob(place)]
+    patterns = ("Makefile", "*.lock", "*.md", "docs/**/*.md", "slurm/images/*", "tests/**/*.py")
+    texts = [path.read_text() for pattern in patterns for path in PROJECT.glob(pattern)]
     named = {name for text in texts for name in re.findall(r"requirements[a-z0-9-]*\.lock", text)}
     assert named == builds | {"requirements.lock"}
 
@@ -128,4 +128,4 @@ def test_pip_with_an_extra_keeps_the_torch_of_an_image(torch):
     ours = [need for need in needs if need.name == "torch"]
     assert len(ours) == 4
     assert all(need.specifier.contains(torch, prereleases=True) for need in ours)
-    assert {str(need.specifier) for need in ours} == {f">={system_torch.oldest_torch()}"}
+    assert {str(need.specifier) for need in ours} == {f">={machine.oldest_torch()}"}

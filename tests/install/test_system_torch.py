@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from install import system_torch
+from install import machine
 from tests.install.conftest import errors, installed, make
 from tests.install.wheels import wheel
 
@@ -102,10 +102,7 @@ def test_the_torch_of_the_interpreter_itself(checkout, tmp_path):
             None,
             "has no torch: give the Python that has, PYTHON3=/path/to/python3, or leave SYSTEM_",
         ),
-        (
-            "2.13.0+nv",
-            "is older than {oldest}, which this needs: take a newer image, or leave SYS",
-        ),
+        ("2.13.0+nv", "is older than {oldest}, which this needs: take a newer image, or leave SYS"),
     ],
 )
 def test_a_python_whose_torch_does_not_do_is_refused(checkout, tmp_path, torch, words):
@@ -121,5 +118,5 @@ def test_a_python_whose_torch_does_not_do_is_refused(checkout, tmp_path, torch, 
         metadata.parent.rmdir()
 
     (line,) = errors(make(checkout, "SYSTEM_TORCH=1", PYTHON3=python))
-    assert words.format(oldest=system_torch.oldest_torch()) in line
+    assert words.format(oldest=machine.oldest_torch()) in line
     assert not (checkout / ".venv").exists()

@@ -16,7 +16,7 @@ from install.transformer_engine import (
     COMPILER_BYTES,
     DISK_BYTES,
     LOCK,
-    Machine,
+    BuildMachine,
     build_environment,
     check,
     steps,
@@ -24,7 +24,7 @@ from install.transformer_engine import (
 )
 
 PROJECT = Path(__file__).resolve().parents[2]
-FIT = Machine(
+FIT = BuildMachine(
     cuda="13.0",
     compiler="/usr/bin/c++",
     python_header=True,

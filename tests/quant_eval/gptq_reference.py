@@ -13,9 +13,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from base.rounding.gptq import row_output_errors
-from base.rounding.grid import Rounded
-from quant_eval.specs import QuantSpec
+from base.hessian import row_output_errors
+from quant_eval.group import Rounded
+from quant_eval.quantizer import ColumnSpec, GridSpec
+from quant_eval.quantizers.mixed import MixedSpec
 
 BLOCK = 128  # grids of groups do not see the corrections of their own block of columns, as in the authors' code
 
@@ -46,7 +47,7 @@ def cut(value: float, scales: str) -> float:
     return math.ldexp(math.floor(math.ldexp(value, -unit)), unit)
 
 
-def grid_points(weights: np.ndarray, spec: QuantSpec) -> np.ndarray:
+def grid_points(weights: np.ndarray, spec: GridSpec | MixedSpec) -> np.ndarray:
     """All points that a group of weights may take, from the definitions of the two conventions.
 
     That steps are cut matters: a group's largest negative weight is midway between two symmetric
@@ -71,7 +72,7 @@ def closest(values_O: np.ndarray, points_OP: np.ndarray) -> np.ndarray:
     return points_OP[np.arange(len(values_O)), nearest_O]
 
 
-def order_of(diagonal_I: np.ndarray, spec: QuantSpec) -> list[int]:
+def order_of(diagonal_I: np.ndarray, spec: ColumnSpec) -> list[int]:
     """The input features in the order in which they are rounded."""
     features = list(range(len(diagonal_I)))
     if spec.order == "actorder":
@@ -105,7 +106,7 @@ def eliminations(hessian: bytes, order: tuple[int, ...], damping: float) -> list
 
 
 def eliminate_columns(
-    weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: QuantSpec, points_of=grid_points
+    weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: ColumnSpec, points_of=grid_points
 ) -> torch.Tensor:
     """The rounded weight, float64 [O, I]; `points_of` makes the points of a row's group."""
     given, hessian = weight_OI.double().numpy(), hessian_II.numpy().copy()
@@ -117,7 +118,6 @@ def eliminate_columns(
     original, num_inputs = weights.copy(), len(order)
     size = spec.group_size or num_inputs
     along_order = spec.order == "actorder" and not spec.static_groups
-    assert spec.damping is not None
     inverse_rows = eliminations(hessian.tobytes(), tuple(order), spec.damping)
 
     points: dict[int, np.ndarray] = {}

@@ -64,12 +64,7 @@ def results(tmp_path_factory, hf_dir, train_prefix, held_out_prefix):
     """Two specs in one run of the real command, in a process of its own."""
     root = tmp_path_factory.mktemp("results")
     command = ["quant_eval", "run", hf_dir, "--calibration", train_prefix]
-    command += [
-        "--eval",
-        held_out_prefix,
-        "--calibration-sequences",
-        "24",
-    ]
+    command += ["--eval", held_out_prefix, "--calibration-sequences", "24"]
     command += [
         "--spec",
         "gptq-b3-g16",
@@ -176,11 +171,7 @@ def assert_refused(outcome, directory, reason):
     ("spec", "options", "reason"),
     [
         ("gptq-b3", {}, "needs a group size or perchannel"),
-        (
-            "quip-b3-g16",
-            {},
-            "unknown spec 'quip-b3-g16'; for example gptq-b3-g128",
-        ),
+        ("quip-b3-g16", {}, "unknown spec 'quip-b3-g16'; for example gptq-b3-g128"),
         ("awq-b3-g16-actorder", {}, "awq does not take order"),
         ("gptq-b3-g64", {}, "64 does not divide the 32 input features"),
         ("gptq-b3-g16", {"calibration_sequences": 100_000}, "lower --calibration-sequences"),
@@ -243,10 +234,15 @@ def test_asking_for_more_measures_again(command, printed, tmp_path):
     assert "kept, measured" not in printed[0]
 
 
-def test_bad_input_is_refused_before_torch_is_imported(hf_dir, train_prefix, held_out_prefix):
-    """In a process of its own, in which importing torch fails."""
-    refuse = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None;"
-    refuse += "import runpy; runpy.run_module('quant_eval', run_name='__main__')"
+WITHOUT_SLOW_IMPORTS = """
+import runpy, sys
+for name in ("torch", "transformers", "scipy"):
+    sys.modules[name] = None  # importing it fails
+runpy.run_module("quant_eval", run_name="__main__")
+"""
+
+
+def test_help_and_refusals_import_nothing_slow(hf_dir, train_prefix, held_out_prefix):
     texts = ["--calibration", train_prefix, "--eval", held_out_prefix]
     for model, spec, more, reason in [
         (hf_dir, "gptq", [], "needs its bits"),
@@ -257,15 +253,21 @@ def test_bad_input_is_refused_before_torch_is_imported(hf_dir, train_prefix, hel
         (hf_dir, "gptq-b3-g16", None, "gptq-b3-g16 is calibrated on text; give it"),
     ]:
         given = texts[2:] if more is None else [*texts, *more]
-        words = ["run", model, "--spec", spec, *given]
-        done = subprocess.run(
-            [sys.executable, "-c", refuse, *map(str, words)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).resolve().parents[2],
-        )
+        done = run_without_slow_imports("run", model, "--spec", spec, *given)
         assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
+    for words in (["run", "--help"], ["tasks", "--help"], ["compare", "--help"], ["methods"]):
+        done = run_without_slow_imports(*words)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def run_without_slow_imports(*words):
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_SLOW_IMPORTS, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).resolve().parents[2],
+    )
 
 
 def test_results_lie_beside_their_models_by_default(command, tmp_path, hf_dir):

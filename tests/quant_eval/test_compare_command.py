@@ -189,11 +189,7 @@ FEW = {name: values[:19] for name, values in SUMS.items()}
     [
         ([content(SUMS)] * 2, ["--figure", "loss"], "no figure is called 'loss'"),
         ([content(SUMS)], [], "give two results or more"),
-        (
-            [content(SUMS), content(SUMS, sha256="cd")],
-            [],
-            "differ in the text ('ab', 'cd')",
-        ),
+        ([content(SUMS), content(SUMS, sha256="cd")], [], "differ in the text ('ab', 'cd')"),
         (
             [content(SUMS), content(SUMS, sequence_length=32)],
             [],
@@ -209,11 +205,7 @@ FEW = {name: values[:19] for name, values in SUMS.items()}
             [],
             "differ in bos_token_ids",
         ),
-        (
-            [content(SUMS), content(SUMS, dtype="bf16")],
-            [],
-            "differ in dtype ('fp32', 'bf16')",
-        ),
+        ([content(SUMS), content(SUMS, dtype="bf16")], [], "differ in dtype ('fp32', 'bf16')"),
         ([content(SUMS), content(pair(count=59)[0])], [], "differ in the documents"),
         (
             [content(SUMS), content(pair(seed=1)[0])],

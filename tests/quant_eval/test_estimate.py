@@ -7,15 +7,7 @@ import pytest
 from scipy.stats import binom, ttest_1samp, ttest_ind, ttest_rel
 
 from base.errors import UserError
-from quant_eval.estimate import (
-    DOCUMENTS,
-    DRAWS,
-    SEEDS,
-    Crossed,
-    Estimate,
-    contrast_of,
-    estimate_of,
-)
+from quant_eval.estimate import DOCUMENTS, DRAWS, SEEDS, Crossed, Estimate, contrast_of, estimate_of
 
 REPETITIONS = 1000  # of each small simulation
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from base.rounding.gptq import gptq, prepare
-from base.rounding.grid import Rounded, round_to_nearest
-from quant_eval.specs import parse_spec
+from quant_eval.group import Rounded
+from quant_eval.rounding.gptq import gptq, prepare
+from quant_eval.rounding.grid import round_to_nearest
 from tests.quant_eval.gptq_reference import (
     closest,
     cut,
@@ -22,6 +22,7 @@ from tests.quant_eval.gptq_reference import (
     relative_output_error,
     same_weights,
 )
+from tests.quant_eval.specs import gptq_spec, grid_spec
 
 BITS, SYMMETRIES = (2, 3, 4, 5, 8), ("sym", "asym")
 # 288 columns are two blocks and a quarter; groups of 96 cross the borders of blocks
@@ -36,7 +37,7 @@ some_problem = cache(problem)
 
 def spec_of(bits: int, symmetry: str, layout: str, more: str = ""):
     groups, order = layout.split("-", 1)
-    return parse_spec(f"gptq-b{bits}-{groups}-{symmetry}-{order}{more}")
+    return gptq_spec(f"gptq-b{bits}-{groups}-{symmetry}-{order}{more}")
 
 
 def quantize(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec) -> Rounded:
@@ -123,7 +124,7 @@ def test_rows_are_rounded_bit_for_bit_as_if_alone(layout, rows):
 @pytest.mark.parametrize("threads", [1, 3, 8])
 def test_rows_do_not_depend_on_the_number_of_threads_or_ranks(threads):
     weight_OI, hessian_II = some_problem(num_outputs=700)
-    spec = parse_spec("gptq-b3-g32")
+    spec = gptq_spec("gptq-b3-g32")
     preparation = prepare(hessian_II, spec, "layer")
     alone = torch.cat(
         [gptq(part, preparation, spec).codes_OI for part in weight_OI.tensor_split(3)]
@@ -140,7 +141,7 @@ def test_rows_do_not_depend_on_the_number_of_threads_or_ranks(threads):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_half_precision_are_taken_as_they_are(dtype):
     weight_OI, hessian_II = some_problem()
-    spec = parse_spec("gptq-b4-g32-actorder")
+    spec = gptq_spec("gptq-b4-g32-actorder")
     half, full = (
         quantize(part, hessian_II, spec)
         for part in (weight_OI.to(dtype), weight_OI.to(dtype).float())
@@ -163,16 +164,16 @@ def test_groups_follow_the_order_or_the_features():
         "groupaware": (range(12), [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]),
     }
     for order, (features, groups) in by_hand.items():
-        ours = quantize(weight_OI, torch.diag(diagonal_I), parse_spec(f"gptq-b4-g4-{order}"))
+        ours = quantize(weight_OI, torch.diag(diagonal_I), gptq_spec(f"gptq-b4-g4-{order}"))
         assert ours.groups_I.tolist() == groups
-        expected = round_to_nearest(live_OI[:, list(features)], parse_spec("rtn-b4-g4"))
+        expected = round_to_nearest(live_OI[:, list(features)], grid_spec("rtn-b4-g4"))
         assert torch.equal(ours.dense()[:, list(features)], expected.dense())
         assert torch.equal(ours.scales_OG, expected.scales_OG)
 
 
 def test_group_aware_order_worked_by_hand():
     diagonal_I = torch.tensor([3, 11, 7, 0, 9, 1, 5, 12, 2, 10, 4, 8], dtype=torch.float64)
-    preparation = prepare(torch.diag(diagonal_I), parse_spec("gptq-b4-g4-groupaware"), "layer")
+    preparation = prepare(torch.diag(diagonal_I), gptq_spec("gptq-b4-g4-groupaware"), "layer")
     assert preparation.order_I.tolist() == [7, 4, 6, 5, 1, 2, 0, 3, 9, 11, 10, 8]
     assert preparation.dead_I.nonzero().flatten().tolist() == [3]
 
@@ -182,8 +183,8 @@ def test_corrections_of_the_own_block_do_not_reach_a_groups_grid():
     RTN's scales.
     """
     weight_OI, hessian_II = some_problem()
-    ours = quantize(weight_OI, hessian_II, parse_spec("gptq-b4-g32"))
-    nearest = round_to_nearest(weight_OI, parse_spec("rtn-b4-g32"))
+    ours = quantize(weight_OI, hessian_II, gptq_spec("gptq-b4-g32"))
+    nearest = round_to_nearest(weight_OI, grid_spec("rtn-b4-g32"))
     assert torch.equal(ours.scales_OG[:, :4], nearest.scales_OG[:, :4])
     moved_OG = (ours.scales_OG / nearest.scales_OG - 1).abs()
     assert (moved_OG[:, 4:] > 1e-3).double().mean() > 0.9
@@ -194,7 +195,7 @@ def test_corrections_of_the_own_block_do_not_reach_a_groups_grid():
 @pytest.mark.parametrize("symmetry", SYMMETRIES)
 @pytest.mark.parametrize("bits", BITS)
 def test_rounding_to_nearest_finds_the_nearest_point(bits, symmetry, groups, scales):
-    spec = parse_spec(f"rtn-b{bits}-{groups}-{symmetry}{scales}")
+    spec = grid_spec(f"rtn-b{bits}-{groups}-{symmetry}{scales}")
     weight_OI = some_problem()[0][:6].float()
     rounded = round_to_nearest(weight_OI, spec)
     size = spec.group_size or weight_OI.shape[1]

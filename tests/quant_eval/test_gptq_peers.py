@@ -23,12 +23,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from base.rounding.gptq import gptq, prepare
-from base.rounding.grid import round_to_nearest
 from quant_eval.libraries import pcre
-from quant_eval.specs import QuantSpec, parse_spec
+from quant_eval.quantizer import ColumnSpec
+from quant_eval.rounding.gptq import gptq, prepare
+from quant_eval.rounding.grid import round_to_nearest
 from tests.interpreter import interpreter
 from tests.quant_eval.gptq_reference import problem, relative_output_error, same_weights
+from tests.quant_eval.specs import gptq_spec
 from tests.waiting import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +84,7 @@ def case(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     return weight_OI.float(), (hessian_II / diagonal_I[diagonal_I > 0].mean()).float()
 
 
-def run_gptqmodel(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: QuantSpec) -> Tensors:
+def run_gptqmodel(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: ColumnSpec) -> Tensors:
     pcre.stand_in()
     from gptqmodel import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
@@ -115,7 +116,7 @@ def run_gptqmodel(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: Quant
 
 
 def run_llmcompressor(
-    weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: QuantSpec
+    weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: ColumnSpec
 ) -> Tensors:
     from compressed_tensors.quantization import QuantizationArgs
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
@@ -143,7 +144,7 @@ def main(library: str, out: str) -> None:
     run = {"gptqmodel": run_gptqmodel, "llmcompressor": run_llmcompressor}[library]
     results = {}
     for kind, name in RUNS[library]:
-        for key, value in run(*case(kind), parse_spec(name)).items():
+        for key, value in run(*case(kind), gptq_spec(name)).items():
             results[f"{kind}/{name}/{key}"] = value.contiguous()
     save_file(results, out)
 
@@ -169,7 +170,7 @@ def results(tmp_path_factory) -> dict[str, Tensors]:
     ("library", "kind", "name"), [(key, *pair) for key, pairs in RUNS.items() for pair in pairs]
 )
 def test_the_library_rounds_to_the_same_weights(results, library, kind, name):
-    spec = parse_spec(name)
+    spec = gptq_spec(name)
     weight_OI, hessian_II = case(kind)
     theirs = {
         key.rsplit("/", 1)[1]: part

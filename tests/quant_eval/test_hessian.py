@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from base.errors import UserError
-from base.rounding.gptq import gptq, prepare
-from base.rounding.hessian import InputHessian
-from quant_eval.specs import parse_spec
+from base.hessian import InputHessian
+from quant_eval.rounding.gptq import gptq, prepare
+from tests.quant_eval.specs import gptq_spec
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def test_sums_in_fp32_of_bf16_inputs_leave_nearly_all_codes(name):
     generator = torch.Generator().manual_seed(0)
     inputs_NI = inputs_of(4096, 256, torch.bfloat16)
     weight_OI = torch.randn(1024, 256, generator=generator)
-    spec, exact_NI = parse_spec(name), inputs_NI.double()
+    spec, exact_NI = gptq_spec(name), inputs_NI.double()
     ours, exact = (
         gptq(weight_OI, prepare(hessian_II, spec, "layer", products), spec).codes_OI
         for hessian_II, products in (
@@ -88,7 +88,7 @@ def test_sums_in_fp32_of_bf16_inputs_leave_nearly_all_codes(name):
 @pytest.mark.parametrize("order", ["natural", "actorder"])
 def test_sums_in_fp32_hide_no_singular_hessian(num_tokens, order):
     """Too few tokens, or one feature that is twice another, in bf16 and without damping."""
-    spec = parse_spec(f"gptq-b3-g32-{order}-damp0")
+    spec = gptq_spec(f"gptq-b3-g32-{order}-damp0")
     for seed in range(3):
         inputs_NI = inputs_of(num_tokens, 160, torch.bfloat16, seed)
         inputs_NI[:, 70] = 2 * inputs_NI[:, 3]
@@ -100,7 +100,7 @@ def test_sums_in_fp32_hide_no_singular_hessian(num_tokens, order):
 @pytest.mark.parametrize("order", ["natural", "actorder"])
 def test_sums_in_fp32_leave_regular_hessians_regular(order):
     """Features of sizes 1e2 to 1e-2, in bf16 and without damping."""
-    spec = parse_spec(f"gptq-b3-g32-{order}-damp0")
+    spec = gptq_spec(f"gptq-b3-g32-{order}-damp0")
     for seed in range(3):
         hessian_II = hessian_of(inputs_of(3000, 160, torch.bfloat16, seed)).mean("layer")
         assert prepare(hessian_II, spec, "layer", torch.float32).factor_II.isfinite().all()

@@ -61,12 +61,7 @@ def test_a_result_says_what_the_library_was_told(results):
         config["group_size"],
         config["fallback"],
         config["damp_auto_increment"],
-    ) == (
-        3,
-        32,
-        None,
-        0.0,
-    )
+    ) == (3, 32, None, 0.0)
     assert "library_settings" not in results["gptq-b3-g32"]["spec"]
 
 

@@ -4,16 +4,19 @@ import pytest
 import torch
 
 from base.errors import UserError
-from base.rounding.gptq import gptq, prepare, row_output_errors
-from quant_eval.rounding.trellis import dense_tiles, qtip, round_tiles
+from base.hessian import row_output_errors
+from base.ranks import ALONE
+from quant_eval.quantizers.qtip import QTIP
+from quant_eval.rounding.gptq import factored, gptq, prepare
+from quant_eval.rounding.trellis import dense_tiles, round_tiles
 from quant_eval.rounding.trellis_code import Trellis
 from quant_eval.sizes import TILE, check_tiles
-from quant_eval.specs import parse_spec
 from quant_eval.transforms.hadamard import hadamard_steps
 from quant_eval.transforms.steps import compose
+from tests.quant_eval.specs import by_qtip, gptq_spec, typed
 
 CPU = torch.device("cpu")
-SPEC = parse_spec("qtip-b2-l8")
+SPEC = typed(QTIP, "qtip-b2-l8")
 
 
 def normal(*shape, seed=0):
@@ -29,6 +32,11 @@ def correlated(width, seed=0):
 def relative_error(weight_OI, quantized_OI, hessian_II):
     error_O, whole_O = row_output_errors(weight_OI, quantized_OI, hessian_II)
     return float(error_O.sum() / whole_O.sum())
+
+
+def factor_of(hessian_II):
+    order_I = torch.arange(len(hessian_II))
+    return factored(hessian_II, order_I, SPEC.damping, "w", torch.float64, ALONE).factor_II
 
 
 def tiles_of(weight_OI):
@@ -59,7 +67,7 @@ def test_with_uncorrelated_inputs_every_tile_is_coded_by_itself():
 def test_blocks_move_the_later_columns_to_where_the_objective_is_smallest():
     """Given E_p of the columns so far, tr(E A E^T) is least at E_r = -E_p A_pr A_rr^-1."""
     weight_OI, hessian_II, trellis = normal(32, 64), correlated(64), Trellis(2, 8, CPU)
-    codes = round_tiles(weight_OI, prepare(hessian_II, SPEC, "w").factor_II, trellis)
+    codes = round_tiles(weight_OI, factor_of(hessian_II), trellis)
 
     damped_II = hessian_II + SPEC.damping * hessian_II.diagonal().mean() * torch.eye(64)
     whole_OI = weight_OI.double()
@@ -81,7 +89,7 @@ def test_blocks_move_the_later_columns_to_where_the_objective_is_smallest():
 
 def test_tiles_of_rows_are_the_same_whichever_are_computed_together():
     weight_OI, trellis = normal(112, 64), Trellis(3, 8, CPU)
-    factor_II = prepare(correlated(64), SPEC, "w").factor_II
+    factor_II = factor_of(correlated(64))
     codes = round_tiles(weight_OI, factor_II, trellis)
     for start, stop in ((0, 1), (1, 4), (4, 7)):  # tiles of 16 rows, as ranks share them
         own = round_tiles(weight_OI[start * TILE : stop * TILE], factor_II, trellis)
@@ -97,11 +105,11 @@ def test_errors_of_a_layer_with_outliers_are_less_than_those_of_gptq():
     weight_OI[:, 5] *= 6
     hessian_II = inputs_NI.double().T @ inputs_NI.double() / 4096
 
-    spec, transform = parse_spec("gptq-b2-g128"), compose(*hadamard_steps(256, seed=[1]))
+    spec, transform = gptq_spec("gptq-b2-g128"), compose(*hadamard_steps(256, seed=[1]))
     plain_OI = gptq(weight_OI, prepare(hessian_II, spec, "w"), spec).dense()
     rotated_II = transform.hessian(hessian_II)
     rounded = gptq(transform.weight(weight_OI), prepare(rotated_II, spec, "w"), spec)
-    ours_OI = qtip(weight_OI, hessian_II, parse_spec("qtip-b2"), [1], "w")
+    ours_OI = by_qtip(weight_OI, hessian_II, typed(QTIP, "qtip-b2"), [1])
 
     plain, rotated, ours = (
         relative_error(weight_OI, quantized_OI, hessian_II)
@@ -115,11 +123,11 @@ def test_errors_of_a_layer_with_outliers_are_less_than_those_of_gptq():
 def test_linears_that_read_the_same_inputs_have_signs_and_scales_of_their_own():
     small_OI, large_OI, hessian_II = normal(16, 32), 100 * normal(48, 32, seed=1), correlated(32)
     stacked_OI = torch.cat([small_OI, large_OI])
-    both_OI = qtip(stacked_OI, hessian_II, SPEC, [3], "w", sizes=[16, 48])
-    assert torch.equal(both_OI[:16], qtip(small_OI, hessian_II, SPEC, [3], "w"))
-    assert torch.equal(both_OI, qtip(stacked_OI, hessian_II, SPEC, [3], "w", sizes=[16, 48]))
-    assert not torch.equal(both_OI[:16], qtip(small_OI, hessian_II, SPEC, [4], "w"))
-    twice_OI = qtip(torch.cat([small_OI, small_OI]), hessian_II, SPEC, [3], "w", sizes=[16, 16])
+    both_OI = by_qtip(stacked_OI, hessian_II, SPEC, [3], sizes=[16, 48])
+    assert torch.equal(both_OI[:16], by_qtip(small_OI, hessian_II, SPEC, [3]))
+    assert torch.equal(both_OI, by_qtip(stacked_OI, hessian_II, SPEC, [3], sizes=[16, 48]))
+    assert not torch.equal(both_OI[:16], by_qtip(small_OI, hessian_II, SPEC, [4]))
+    twice_OI = by_qtip(torch.cat([small_OI, small_OI]), hessian_II, SPEC, [3], sizes=[16, 16])
     assert not torch.equal(twice_OI[:16], twice_OI[16:])
     for part in (slice(0, 16), slice(16, 64)):
         assert relative_error(stacked_OI[part], both_OI[part], hessian_II) < 0.15
@@ -127,9 +135,9 @@ def test_linears_that_read_the_same_inputs_have_signs_and_scales_of_their_own():
 
 def test_a_power_of_two_scales_the_result_and_zeros_stay_zeros():
     weight_OI, hessian_II = normal(16, 32), correlated(32)
-    once_OI = qtip(weight_OI, hessian_II, SPEC, [0], "w")
-    assert torch.equal(qtip(8 * weight_OI, hessian_II, SPEC, [0], "w"), 8 * once_OI)
-    assert not qtip(0 * weight_OI, hessian_II, SPEC, [0], "w").any()
+    once_OI = by_qtip(weight_OI, hessian_II, SPEC, [0])
+    assert torch.equal(by_qtip(8 * weight_OI, hessian_II, SPEC, [0]), 8 * once_OI)
+    assert not by_qtip(0 * weight_OI, hessian_II, SPEC, [0]).any()
 
 
 @pytest.mark.parametrize(
@@ -149,6 +157,6 @@ def test_weights_that_are_not_finite_are_refused():
     weight_OI = normal(16, 32)
     weight_OI[3, 4] = torch.nan
     with pytest.raises(UserError, match=r"w: weights hold NaN or infinity; check the checkpoint"):
-        qtip(weight_OI, correlated(32), SPEC, [0], "w")
+        by_qtip(weight_OI, correlated(32), SPEC, [0])
     with pytest.raises(UserError, match=r"the 24 outputs of w are not a multiple of 16"):
-        qtip(normal(24, 32), correlated(32), SPEC, [0], "w")
+        by_qtip(normal(24, 32), correlated(32), SPEC, [0])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from base.errors import UserError
 from base.ranks import ALONE, Ranks, start
-from base.rounding.inverse import scaled_inverse
+from quant_eval.rounding.gptq import scaled_inverse
 from quant_eval.saved.gptq import PACKED, unpack
 from tests.quant_eval.models import make_model
 from tests.runs import ranks
@@ -40,11 +40,7 @@ def results(tmp_path_factory, train_prefix, held_out_prefix):
             "--eval-tokens",
             "5000",
         ]
-        arguments += [
-            "--calibration-sequences",
-            "13",
-            "--save",
-        ]
+        arguments += ["--calibration-sequences", "13", "--save"]
         for spec, out in zip(SPECS, outs, strict=True):
             arguments += ["--spec", spec, "--out", out]
         command = ("quant_eval", *map(str, arguments))

@@ -13,17 +13,17 @@ from transformers import AutoModelForCausalLM
 
 from base.errors import UserError
 from base.ranks import Ranks
-from base.rounding.gptq import gptq, prepare
-from base.rounding.grid import round_to_nearest
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from quant_eval.measuring.sequential import check_spec
 from quant_eval.measuring.walk import Variant, walk
 from quant_eval.model.streamed import StreamedModel
+from quant_eval.rounding.gptq import gptq, prepare
+from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.settings import ComputeSettings
-from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
 from tests.quant_eval.models import ARCHITECTURES, make_model
+from tests.quant_eval.specs import gptq_spec, grid_spec
 from train.data.batches import batch
 from train.data.corpus import open_corpus
 
@@ -51,7 +51,7 @@ def quantize(directory: Path, name: str, calibration, batch_size=6, dtype="fp32"
             weights.update({key: linear.weight.clone() for key, linear in group.items()})
 
     compute = ComputeSettings(dtype=dtype, batch_size=batch_size, device="cpu")
-    variant = Variant(parse_spec(name), calibration, finished=collect)
+    variant = Variant(grid_spec(name), calibration, finished=collect)
     model = StreamedModel(directory, HFWeights(directory), DTYPES[dtype], CPU)
     (quantized,) = walk(model, [variant], None, compute, ALONE)
     return weights, quantized.errors, groups
@@ -82,7 +82,7 @@ def test_every_linear_is_quantized_on_the_inputs_the_quantized_model_before_it_m
     witness = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    spec, records = parse_spec(name), {error.name: error for error in errors}
+    spec, records = gptq_spec(name), {error.name: error for error in errors}
     for names in groups:
         inputs_NI = inputs_of(witness, names[0], calibration)
         hessian_II = inputs_NI.T @ inputs_NI / len(inputs_NI)
@@ -124,7 +124,7 @@ def test_the_second_layer_would_differ_on_inputs_of_the_full_precision_model(hf_
     """
     quantized, _, _ = quantize(hf_dir, "gptq-b2-g16", calibration)
     full: Any = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
-    name, spec = "model.layers.1.mlp.down_proj", parse_spec("gptq-b2-g16")
+    name, spec = "model.layers.1.mlp.down_proj", gptq_spec("gptq-b2-g16")
     inputs_NI = inputs_of(full, name, calibration)
     prepared = prepare(inputs_NI.T @ inputs_NI / len(inputs_NI), spec, name)
     parallel_OI = gptq(full.get_submodule(name).weight.detach(), prepared, spec).dense()
@@ -136,7 +136,7 @@ def test_rounding_to_nearest_is_each_weight_alone(hf_dir, calibration):
     full: Any = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
     for name, weight_OI in quantized.items():
         rounded = round_to_nearest(
-            full.get_submodule(name).weight.detach(), parse_spec("rtn-b2-g16")
+            full.get_submodule(name).weight.detach(), grid_spec("rtn-b2-g16")
         )
         assert torch.equal(weight_OI, rounded.dense())
 
@@ -147,7 +147,7 @@ def test_rounding_to_nearest_is_each_weight_alone(hf_dir, calibration):
 def test_weights_take_no_more_values_than_the_bits_allow(hf_dir, calibration, name, levels):
     quantized, _, _ = quantize(hf_dir, name, calibration)
     for weight_OI in quantized.values():
-        for group in weight_OI.reshape(-1, parse_spec(name).group_size or weight_OI.shape[1]):
+        for group in weight_OI.reshape(-1, grid_spec(name).group_size or weight_OI.shape[1]):
             assert len(group.unique()) <= levels
 
 
@@ -178,4 +178,4 @@ def test_a_group_size_that_does_not_divide_is_refused(hf_dir):
     with pytest.raises(
         UserError, match=r"64 does not divide the 32 input features of model\.layers\.0\.self_attn"
     ):
-        check_spec(model, parse_spec("rtn-b4-g64"))
+        check_spec(model, grid_spec("rtn-b4-g64"))

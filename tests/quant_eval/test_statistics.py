@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import t as student
 
 from base.errors import UserError
-from quant_eval.measuring import bootstrap
+from quant_eval.measuring import statistics
 from quant_eval.measuring.losses import PairedLosses
 from quant_eval.measuring.statistics import UNITS, figures_of, fractions
 
@@ -124,7 +124,7 @@ def test_the_seed_decides_and_the_memory_does_not(monkeypatch):
     losses = documents()
     first, again, other = (intervals_of(losses, samples=100, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
-    monkeypatch.setattr(bootstrap, "COUNTS_AT_ONCE", 7 * 40)  # 7 samples at once
+    monkeypatch.setattr(statistics, "COUNTS_AT_ONCE", 7 * 40)  # 7 samples at once
     for name, interval in intervals_of(losses, samples=100, seed=1).items():
         assert interval == pytest.approx(first[name], rel=1e-12)
 

@@ -129,7 +129,7 @@ def test_unknown_architectures_and_sliding_windows_are_refused(tmp_path):
     with pytest.raises(UserError, match="sliding"):
         open_model(directory)
     (directory / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    with pytest.raises(UserError, match="one of llama"):
+    with pytest.raises(UserError, match="one of olmo2"):
         open_model(directory)
     windowed = make_model(tmp_path / "mistral", "mistral", sliding_window=32)
     with pytest.raises(UserError, match="mistral with sliding windows is not supported"):

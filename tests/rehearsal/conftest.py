@@ -32,7 +32,7 @@ def measured(out: Path) -> dict[str, Any]:
 # Small matrices of transforms, before they go to the GPU.
 MADE_ON_CPU = {
     "quant_eval/transforms/steps.py _inverse",
-    "quant_eval/transforms/learnable.py Rotations.__init__",
+    "quant_eval/learned.py Rotations.__init__",
 }
 
 

@@ -101,7 +101,7 @@ def test_a_slice_on_a_gpu_reaches_the_figures_of_the_cpu(
         ("curvature/loading.py WeightFiles.empty", "hutchinson"),
         ("curvature/products/model.py CurvedModel._share", "hutchinson"),
         ("curvature/products/model.py _Entry._dual_loss", "hutchinson"),
-        ("curvature/fused/attention.py _chunks", "hutchinson"),
+        ("curvature/dual/attention.py _chunks", "hutchinson"),
         ("curvature/products/probes.py words", "hutchinson"),
         ("curvature/trace/gauss_newton.py ggn_loss", "hutchinson"),
         ("curvature/trace/gauss_newton.py fisher_loss", "hutchinson"),

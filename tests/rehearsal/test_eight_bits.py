@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from base.rounding.levels import E4M3, E5M2
+from quant_eval.numbers import E4M3, E5M2
 from tests.gpu import training, transformer_engine
-from tests.gpu.place import FULL, IN_SMALL, Place
 from tests.gpu.transformer_engine import (
     ACTIVATION,
     BLOCKS,
@@ -24,12 +23,13 @@ from tests.gpu.transformer_engine import (
     rounded,
     written_out,
 )
+from tests.gpu.workbench import FULL, IN_SMALL, Workbench
 from tests.runs import python
 
 
 def values(precision: str, linear: Linear) -> list[float]:
-    place = Place("cpu", IN_SMALL, Path())
-    return [float(figure.value or 0) for figure in compared(place, precision, linear)]
+    workbench = Workbench("cpu", IN_SMALL, Path())
+    return [float(figure.value or 0) for figure in compared(workbench, precision, linear)]
 
 
 def in_bf16(x_TI: Tensor, weight_OI: Tensor, gradient_TO: Tensor, _: str) -> Results:
@@ -122,7 +122,7 @@ def written_out_training(monkeypatch) -> None:
 @pytest.mark.usefixtures("written_out_training")
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_a_training_is_compared(tmp_path, precision):
-    (figure,) = transformer_engine.training(Place("cpu", IN_SMALL, tmp_path), precision)
+    (figure,) = transformer_engine.training(Workbench("cpu", IN_SMALL, tmp_path), precision)
     assert figure.verdict == "ok"
     assert (figure.value == 0) == (precision == "bf16")
 
@@ -132,6 +132,6 @@ def test_a_training_is_compared(tmp_path, precision):
 @pytest.mark.parametrize("precision", BLOCKS)
 def test_trainings_of_full_size_are_far_within_the_limit(tmp_path, precision):
     """A minute each. The limit leaves room for other seeds, and for the sums of another device."""
-    (figure,) = transformer_engine.training(Place("cpu", FULL, tmp_path), precision)
+    (figure,) = transformer_engine.training(Workbench("cpu", FULL, tmp_path), precision)
     assert figure.most is not None
     assert 0 < float(figure.value or 0) < figure.most / 3

@@ -10,8 +10,8 @@ import pytest
 from tests.gpu.__main__ import main
 from tests.gpu.bundle import PACKAGES, PROJECT, locked, parts
 from tests.gpu.checks import checks, run
-from tests.gpu.figures import Figure, table
-from tests.gpu.place import FORKS, IN_SMALL, Place
+from tests.gpu.figures import CheckedFigure, table
+from tests.gpu.workbench import FORKS, IN_SMALL, Workbench
 from tests.interpreter import interpreter
 from tests.rehearsal.on_stand_in import run_one
 
@@ -24,7 +24,7 @@ SECONDS = 600.0  # nothing is timed here: a bound on a check that hangs
 TRAINING = "training, CPU and GPU"  # starts new interpreters
 # As a command: tests/rehearsal/test_training.py has that on the stand-in.
 STARTS_TRAINING = {TRAINING, "DeepSpeed", "saves"}
-NAMES = list(checks(Place("cpu", IN_SMALL, Path())))
+NAMES = list(checks(Workbench("cpu", IN_SMALL, Path())))
 NEEDS_GPU = {
     *(name for name in NAMES if name.startswith("Transformer Engine")),
     *("libraries", "saved checkpoints in vLLM"),
@@ -34,7 +34,7 @@ QUICK = [name for name in NAMES if name not in {*NEEDS_GPU, TRAINING}]
 
 @pytest.mark.parametrize("name", [*QUICK, pytest.param(TRAINING, marks=pytest.mark.stress)])
 def test_a_check_runs_and_holds_on_the_cpu(tmp_path, name):
-    figures = run(Place("cpu", IN_SMALL, tmp_path), [name], SECONDS)
+    figures = run(Workbench("cpu", IN_SMALL, tmp_path), [name], SECONDS)
     assert figures
     assert not [figure for figure in figures if figure.verdict not in ("ok", "recorded")], table(
         figures
@@ -60,14 +60,14 @@ def test_a_check_takes_every_tensor_to_the_gpu(tmp_path, name):
 
 @pytest.mark.parametrize("name", sorted(NEEDS_GPU))
 def test_a_check_that_needs_a_gpu_says_why_it_is_skipped(tmp_path, name):
-    (figure,) = run(Place("cpu", IN_SMALL, tmp_path), [name], SECONDS)
+    (figure,) = run(Workbench("cpu", IN_SMALL, tmp_path), [name], SECONDS)
     assert figure.verdict == "skipped"
     assert "need a GPU" in figure.note
 
 
 def test_a_check_that_fails_or_hangs_is_a_failed_figure(tmp_path):
-    unknown = run(Place("cpu", IN_SMALL, tmp_path / "unknown"), ["none of them"], SECONDS)
-    late = run(Place("cpu", IN_SMALL, tmp_path / "late"), ["rope"], 0.0)
+    unknown = run(Workbench("cpu", IN_SMALL, tmp_path / "unknown"), ["none of them"], SECONDS)
+    late = run(Workbench("cpu", IN_SMALL, tmp_path / "late"), ["rope"], 0.0)
     assert [figure.verdict for figure in (*unknown, *late)] == ["FAILED", "FAILED"]
     assert "KeyError" in unknown[0].note
     assert "no figure" in late[0].note
@@ -75,12 +75,12 @@ def test_a_check_that_fails_or_hangs_is_a_failed_figure(tmp_path):
 
 def test_the_table_judges_every_figure():
     figures = [
-        Figure("as good as it gets", 0.5, "s", most=0.5),
-        Figure("too slow", 0.51, "s", most=0.5, note="why that matters"),
-        Figure("too little", 1.0, least=2.0),
-        Figure("not a number", float("nan"), most=1.0),
-        Figure("for the record", 3.0, "GB"),
-        Figure("not here", None, skipped=True, note="no such kernels"),
+        CheckedFigure("as good as it gets", 0.5, "s", most=0.5),
+        CheckedFigure("too slow", 0.51, "s", most=0.5, note="why that matters"),
+        CheckedFigure("too little", 1.0, least=2.0),
+        CheckedFigure("not a number", float("nan"), most=1.0),
+        CheckedFigure("for the record", 3.0, "GB"),
+        CheckedFigure("not here", None, skipped=True, note="no such kernels"),
     ]
     assert [figure.verdict for figure in figures] == [
         "ok",

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from base.rounding.gptq import gptq, prepare
-from quant_eval.specs import parse_spec
+from quant_eval.rounding.gptq import gptq, prepare
 from tests.conftest import make_hf_directory
 from tests.quant_eval.gptq_reference import problem
 from tests.quant_eval.models import make_model
+from tests.quant_eval.specs import gptq_spec
 from tests.rehearsal.conftest import command, rehearse
 from tests.rehearsal.stand_in import GPU, MixedDevicesError, gpu
 
@@ -63,7 +63,7 @@ def test_streams_that_find_no_room_on_a_gpu_are_copied_there_batch_by_batch(
 @pytest.mark.parametrize("groups", ["g32", "g144-asym", "perchannel", "g32-actorder-static"])
 def test_columns_of_a_graph_have_the_codes_of_the_cpu(groups):
     """Two blocks of 128 columns and one of 32; a second weight takes the graphs of the first."""
-    spec = parse_spec(f"gptq-b3-{groups}")
+    spec = gptq_spec(f"gptq-b3-{groups}")
     for seed in range(2):
         weight_OI, hessian_II = problem(seed)
         expected = gptq(weight_OI, prepare(hessian_II, spec, "layer"), spec)
@@ -92,8 +92,8 @@ def test_blocks_of_other_architectures_go_to_the_gpu_whole(tmp_path, options, ar
         "quant_eval/model/streamed.py StreamedModel.context",
         "quant_eval/measuring/streams.py Stream.__init__",
         "quant_eval/model/activations.py Activations.__init__",
-        "base/rounding/hessian.py InputHessian.__init__",
-        "base/rounding/gptq.py _groups",
+        "base/hessian.py InputHessian.__init__",
+        "quant_eval/rounding/gptq.py _groups",
         "quant_eval/measuring/losses.py paired_losses",
     ],
 )

@@ -45,9 +45,9 @@ def lab_directory():
 
     pytest's directories are too deep: the name of a Unix socket ends at 108 bytes.
     """
-    place = Path(tempfile.mkdtemp(prefix="lab"))
-    yield place / "cluster"
-    shutil.rmtree(place, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix="lab"))
+    yield directory / "cluster"
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm import cluster
-from slurm.states import JobState
+from slurm.cluster import JobState
 from slurm.submission.record import existing_submission
 from slurm.submission.submit import submit
 from study.definition import load_study

@@ -16,19 +16,212 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.slurm import accounting
-from tests.slurm.accounting import Accounting
-from tests.slurm.daemons import Daemon, free_ports
 from tests.waiting import HANG_SECONDS, wait_until
 
-NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "nsenter", *accounting.NEEDED)
+PORTS = range(10_000, 32_000)  # below those that the kernel hands out to clients
+SOFT_SECONDS = 5  # how long a process may take to end by itself
+# The number is written before the program starts, and its name holds the directory: from its first
+# moment it is known as the lab's own.
+LAUNCH = """
+set -e
+directory=$1 name=$2
+shift 2
+echo $$ > "$directory/run/$name.new"
+mv "$directory/run/$name.new" "$directory/run/$name.pid"
+exec -a "$directory/$name" "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """The process `name` of the lab in `directory`, by the number in run/NAME.pid."""
+
+    directory: Path
+    name: str
+
+    @property
+    def pid_file(self) -> Path:
+        """The file that holds its number."""
+        return self.directory / f"run/{self.name}.pid"
+
+    def number(self) -> int | None:
+        """Return its process number, or None if it does not run."""
+        try:
+            number = int(self.pid_file.read_text())
+            command_line = Path(f"/proc/{number}/cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, ValueError):
+            return None  # never started, ended, or ending: some empty their file first
+
+        # Another process may have got the number later.
+        return number if str(self.directory).encode() in command_line else None
+
+    def start(self, *command: str, **variables: str) -> None:
+        """Start a program that stays in the foreground; it writes to log/NAME.out."""
+        launch = ["setsid", "--fork", "bash", "-c", LAUNCH, "launch", str(self.directory)]
+        with (self.directory / f"log/{self.name}.out").open("a") as log:
+            subprocess.run(
+                [*launch, self.name, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | variables,
+                check=True,
+            )
+        wait_until(self.pid_file.exists, f"process of {self.name}")
+
+    def wait_until_ready(self, ready: Callable[[], object]) -> None:
+        """Return once it is ready; raise AssertionError if it ends before."""
+
+        def ready_or_ended() -> object:
+            return ready() or self.number() is None
+
+        wait_until(ready_or_ended, f"{self.name} ready")
+        assert self.number(), f"{self.name} ended; read {self.directory}/log/{self.name}.out"
+
+    def end(self, sent: signal.Signals = signal.SIGKILL) -> None:
+        """End it with this signal, and with SIGKILL if it takes too long."""
+        end = time.monotonic() + SOFT_SECONDS
+        while number := self.number():
+            with suppress(ProcessLookupError):
+                os.kill(number, sent if time.monotonic() < end else signal.SIGKILL)
+            time.sleep(0.05)
+        self.pid_file.unlink(missing_ok=True)
+
+
+def free_ports(count: int) -> int:
+    """Return the first of `count` neighbouring ports that nobody listens on."""
+    while True:
+        first = random.SystemRandom().randrange(PORTS.start, PORTS.stop - count)
+        with ExitStack() as taken:
+            try:
+                for port in range(first, first + count):
+                    listener = taken.enter_context(socket.socket())
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    listener.bind(("", port))
+            except OSError:
+                continue
+            return first
+
+
+DATABASE = (  # small, and nothing of it has to survive the machine
+    "--no-defaults",
+    "--user=root",
+    "--skip-networking",
+    "--skip-name-resolve",
+    "--innodb-buffer-pool-size=16M",
+    "--innodb-log-file-size=4M",
+    "--innodb-autoextend-increment=1",
+    "--innodb-flush-method=nosync",
+    "--skip-innodb-doublewrite",
+    "--sync-frm=0",
+    "--innodb-lock-wait-timeout=900",  # slurmdbd asks for it
+)
+ACCOUNTS = """\
+Cluster - 'lab'
+Parent - 'root'
+Account - 'research'
+Parent - 'research'
+User - 'root':DefaultAccount='research'
+"""  # every association has the QOS `normal`
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """The accounts of the lab in `directory`: MariaDB, slurmdbd and a QOS with limits.
+
+    As production sites keep them. MariaDB listens on a socket there, on no port, and lets in none
+    but the system's root. `command` runs the lab's commands.
+    """
+
+    directory: Path
+    command: Callable[..., str]
+
+    def write_configuration(self, port: int) -> dict[str, str]:
+        """Write slurmdbd.conf, and return what slurm.conf has to say of it."""
+        munge = f"{self.directory}/run/munge.sock"
+        settings = {
+            "DbdHost": "localhost",
+            "DbdPort": str(port),
+            "SlurmUser": "root",
+            "AuthType": "auth/munge",
+            "AuthInfo": f"socket={munge}",
+            "PidFile": f"{self.directory}/run/slurmdbd.own",  # `Daemon` has its own
+            "StorageType": "accounting_storage/mysql",
+            "StorageHost": "localhost",
+            "StorageUser": "root",
+            "StorageLoc": "accounts",
+        }
+        conf = self.directory / "etc/slurmdbd.conf"  # slurmdbd looks for it beside SLURM_CONF
+        conf.touch(mode=0o600)
+        conf.write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
+        return {
+            "AccountingStorageType": "accounting_storage/slurmdbd",
+            "AccountingStorageHost": "localhost",
+            "AccountingStoragePort": str(port),
+            "AccountingStoragePass": munge,
+            "AccountingStorageEnforce": "associations,limits,qos",
+        }
+
+    def start(self) -> None:
+        """Start both, with the cluster, its account and the user root; munged has to run."""
+        data = self.directory / "database"
+        self.command("mariadb-install-db", *DATABASE, f"--datadir={data}", "--skip-test-db")
+        database = Daemon(self.directory, "mariadbd")
+        database.start("mariadbd", *DATABASE, f"--datadir={data}", f"--socket={self._socket}")
+        database.wait_until_ready(self._database_listens)
+
+        self.start_slurmdbd()
+        accounts = self.directory / "etc/accounts"
+        accounts.write_text(ACCOUNTS)
+        self._sacctmgr("load", f"file={accounts}")  # one call for each takes longer
+
+    def start_slurmdbd(self) -> None:
+        """Start slurmdbd and wait until it answers."""
+        variables = {
+            "SLURM_CONF": str(self.directory / "etc/slurm.conf"),
+            # The only way to tell it: slurmdbd.conf has no option for the database's socket.
+            "MYSQL_UNIX_PORT": self._socket,
+        }
+        slurmdbd = Daemon(self.directory, "slurmdbd")
+        slurmdbd.start("slurmdbd", "-D", **variables)
+        slurmdbd.wait_until_ready(self._slurmdbd_answers)
+
+    def limit_submissions(self, count: int) -> None:
+        """Set how many jobs a user may have; slurmctld knows of it when this returns."""
+        limit = f"MaxSubmitJobsPerUser={count}"
+        self._sacctmgr("modify", "qos", "normal", "set", limit)
+
+    def _sacctmgr(self, *arguments: str) -> str:
+        return self.command("sacctmgr", "--immediate", *arguments)
+
+    @property
+    def _socket(self) -> str:
+        return f"{self.directory}/run/mariadbd.sock"
+
+    def _database_listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as client:
+            return client.connect_ex(self._socket) == 0
+
+    def _slurmdbd_answers(self) -> bool:
+        try:
+            return bool(self._sacctmgr("show", "qos"))
+        except RuntimeError:
+            return False
+
+
+NEEDED = (
+    *("munged", "slurmctld", "slurmd", "sbatch", "unshare", "nsenter"),
+    *("mariadb-install-db", "mariadbd", "slurmdbd", "sacctmgr"),
+)
 PACKAGES = "slurm-wlm munge slurm-client slurmdbd slurm-wlm-mysql-plugin mariadb-server"
 NAMESPACES = ("--pid", "--mount", "--uts")
 SETTINGS = {
@@ -263,7 +456,7 @@ class Lab:
     def _write_configuration(self) -> None:
         names, log, run = f"node[1-{self.nodes}]", self.directory / "log", self.directory / "run"
         port = free_ports(self.nodes + 2)  # slurmctld, the nodes, slurmdbd
-        places = {
+        settings = {
             "SlurmctldPort": str(port),
             "AuthInfo": (
                 f"socket={run}/munge.sock,cred_expire=5"
@@ -279,9 +472,9 @@ class Lab:
             "DefMemPerCPU": str(self.memory_mib // self.cpus),
         }
         if self.accounting:
-            places |= self._accounting.write_configuration(port + self.nodes + 1)
+            settings |= self._accounting.write_configuration(port + self.nodes + 1)
         lines = [
-            f"{key}={value}" for key, value in (SETTINGS | places | dict(self.extra_conf)).items()
+            f"{key}={value}" for key, value in (SETTINGS | settings | dict(self.extra_conf)).items()
         ]
         size = f"CPUs={self.cpus} RealMemory={self.memory_mib} Gres=gpu:h200:{self.gpus}"
         for node in range(1, self.nodes + 1):
@@ -289,7 +482,9 @@ class Lab:
                 f"NodeName=node{node} NodeAddr=127.0.0.{10 + node} Port={port + node} {size}"
             )
         limits = f"Nodes={names} MaxTime=30-00:00:00 DefaultTime=10"
-        lines += [f"PartitionName={name} {limits} {own}" for name, own in PARTITIONS.items()]
+        lines += [
+            f"PartitionName={name} {limits} {priority}" for name, priority in PARTITIONS.items()
+        ]
         etc, dev = self.directory / "etc", self.directory / "dev"
         self.conf.write_text("\n".join(lines) + "\n")
         for gpu in range(self.gpus):

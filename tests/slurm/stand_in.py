@@ -10,8 +10,8 @@ from pathlib import Path
 
 from base.files import write_sealed
 from study.definition import load_study
-from study.pipeline.step import Machine, batches, resolve, shared
-from study.pipeline.steps import steps_of
+from study.step import Machine, batches, resolve, shared
+from study.steps import steps_of
 from tests.sealing import write_ending
 from train.run.directory import RunDirectory
 

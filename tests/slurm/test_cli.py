@@ -16,9 +16,9 @@ from slurm.submission.record import existing_submission
 from slurm.submission.submit import submit
 from slurm.submission.survey import survey
 from study.definition import load_study, save_study
-from study.text.kinds import USES
+from study.text_kinds import USES
 from tests.interpreter import interpreter
-from tests.slurm.watched import in_state, make, small_study, submitted, write_log
+from tests.slurm.studies import in_state, make, submitted, watched_study, write_log
 from tests.waiting import wait_until
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -84,10 +84,10 @@ def site_file(
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_names_are_refused_in_one_line_and_nothing_runs(tmp_path, name, command, no_slurm):
     root = tmp_path / "root"
-    submitted(root / "small", small_study())
+    submitted(root / "small", watched_study())
     site = str(site_file(tmp_path / "site.toml", root))
     before = sorted(tmp_path.rglob("*"))
-    own = ("--root", str(root))
+    root_option = ("--root", str(root))
     lines: list[tuple[str, ...]] = [
         (verb, "--root", str(root), "--", name) for verb in ("status", "logs", "cancel", "retry")
     ]
@@ -95,8 +95,8 @@ def test_hostile_names_are_refused_in_one_line_and_nothing_runs(tmp_path, name, 
         ("submit", "--site", site, "--", name),
         ("submit", "--site", site, "--dry-run", "--", name),
     ]
-    lines += [(verb, *own, "--", "small", name) for verb in ("logs", "cancel")]
-    lines += [("logs", *own, "--", "small", f"train/{name}")]
+    lines += [(verb, *root_option, "--", "small", name) for verb in ("logs", "cancel")]
+    lines += [("logs", *root_option, "--", "small", f"train/{name}")]
     for words in lines:
         code, out, err = command(*words)
         assert (code, out, err.count("\n"), err[:7]) == (2, "", 1, "error: "), words
@@ -153,7 +153,7 @@ def watched(tmp_path, monkeypatch):
     """ROOT of a submitted study; of its trainings one failed and one runs, as a SLURM says that
     is not there.
     """
-    submission = submitted(tmp_path / "small", small_study())
+    submission = submitted(tmp_path / "small", watched_study())
     names = submission.element_ids
     states = dict.fromkeys(names.values(), in_state("PENDING", "Priority"))
     states |= {
@@ -208,7 +208,7 @@ def in_queue(study_dir: Path) -> list[str]:
 
 
 def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
-    root, study = tmp_path / "root", small_study()
+    root, study = tmp_path / "root", watched_study()
     study_dir, python = root / study.name, tmp_path / "python"
     save_study(study_dir, study)
     # Stands for the interpreter of jobs: every one fails before it could record that it started.
@@ -264,7 +264,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
 
 
 def test_a_step_in_front_of_its_user_runs_on_one_node_of_salloc(lab, tmp_path, command):
-    root, study = tmp_path / "root", small_study()
+    root, study = tmp_path / "root", watched_study()
     site = load_site(site_file(tmp_path / "site.toml", root, interpreter()))
     root.mkdir()
     lab.command("scontrol", "update", "PartitionName=train", "State=DOWN")

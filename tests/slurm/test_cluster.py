@@ -13,7 +13,7 @@ import pytest
 
 from base.errors import UserError
 from slurm import cluster
-from slurm.states import JobState, TornError, parse_sacct, parse_squeue
+from slurm.cluster import JobState, TornError, parse_sacct, parse_squeue
 from tests.waiting import wait_until
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -8,12 +8,17 @@ import pytest
 from base.errors import UserError
 from slurm import cluster
 from slurm.status.overview import look
-from slurm.submission.excluded import excluded_nodes
-from slurm.submission.lines import append_line, read_lines
-from slurm.submission.record import existing_submission
-from slurm.submission.starts import record_end, record_start, starts_of
+from slurm.submission.record import (
+    append_line,
+    excluded_nodes,
+    existing_submission,
+    read_lines,
+    record_end,
+    record_start,
+    starts_of,
+)
 from slurm.submission.survey import remember_complete, remembered
-from tests.slurm.watched import make, small_study, submitted
+from tests.slurm.studies import make, submitted, watched_study
 
 TEXT = ["corpus", "prepare-train"]
 
@@ -22,7 +27,7 @@ TEXT = ["corpus", "prepare-train"]
 def study_dir(tmp_path, monkeypatch) -> Path:
     """A submitted study with two complete steps, without SLURM."""
     monkeypatch.setattr(cluster, "states", lambda ids: {})
-    directory, study = tmp_path / "small", small_study()
+    directory, study = tmp_path / "small", watched_study()
     submission = submitted(directory, study)
     make(directory, study, TEXT)
     remember_complete(directory, set(TEXT))
@@ -76,8 +81,8 @@ def test_a_flipped_bit_of_a_start_is_named(study_dir):
     """The highest bit of any byte; of others a line may pass for one that was cut off."""
     (path,) = (study_dir / "slurm/starts").iterdir()
     valid = path.read_bytes()
-    for place in range(len(valid)):
-        path.write_bytes(valid[:place] + bytes([valid[place] | 128]) + valid[place + 1 :])
+    for offset in range(len(valid)):
+        path.write_bytes(valid[:offset] + bytes([valid[offset] | 128]) + valid[offset + 1 :])
         with pytest.raises(UserError, match=str(path)):
             starts_of(study_dir, ("train", 0))
     path.write_bytes(valid)

@@ -9,10 +9,10 @@ import torch
 
 from base import environment
 from base.errors import UserError
-from slurm import cluster
-from slurm.doctor import job as doctor_job
-from slurm.doctor.visit import checks_here, visit
-from tests.slurm.small_study import site_of
+from slurm import cluster, doctor
+from slurm.doctor import checks_here, visit
+from slurm.site import Options
+from tests.slurm.studies import site_of
 
 
 @pytest.fixture
@@ -50,6 +50,14 @@ def test_a_node_that_does_not_see_the_root(lab, root):
     assert "no report of node2: root is not there" in problems["root on every node"]
 
 
+def test_an_srun_option_of_the_site_is_shown_and_tried(lab, root):
+    site = site_of(root)
+    site = site.model_copy(update={"slurm": Options(srun_options=("--mpi=nonsense",))})
+    checks = {check.name: check for check in visit(site, 300)}
+    assert checks["options of srun"].detail == "--mpi=nonsense"
+    assert "--mpi" in (checks["srun, image unpacked"].problem or ""), "by the real srun"
+
+
 def test_an_interpreter_that_is_not_there(lab, root):
     problems = failures(site_of(root).model_copy(update={"python": root / "python"}))
     assert "is not a program; correct python" in problems["interpreter and project"]
@@ -76,7 +84,7 @@ def test_a_lock_of_another_node_that_is_not_seen(tmp_path, monkeypatch):
     """As on a Lustre whose locks are each node's own: here nobody holds it."""
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     (tmp_path / ".clock.json").write_text(json.dumps({"time": 0.0}))
-    problems = {check.name: check.problem for check in doctor_job.node(tmp_path)}
+    problems = {check.name: check.problem for check in doctor.node(tmp_path)}
     assert "mount root with flock for all nodes" in (problems["locks on node7"] or "")
 
 
@@ -90,7 +98,7 @@ def test_the_software_of_a_node_and_what_is_not_as_tested(tmp_path, monkeypatch)
     monkeypatch.setattr(environment, "_tested_versions", lambda build: versions(build) | older)
     torch.set_float32_matmul_precision("high")
     try:
-        checks = {check.name: check for check in doctor_job.node(tmp_path)}
+        checks = {check.name: check for check in doctor.node(tmp_path)}
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -110,5 +118,5 @@ def test_a_node_that_may_not_submit(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cluster, "check", refuse)
     monkeypatch.setitem(os.environ, "SLURM_JOB_ID", "7")
-    check = doctor_job._slurm_from_here(tmp_path)
+    check = doctor._slurm_from_here(tmp_path)
     assert "Access denied: keep 'status --watch' running" in (check.problem or "")

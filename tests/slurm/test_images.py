@@ -65,7 +65,7 @@ def test_both_copy_what_make_venv_reads():
     assert by_docker() == by_apptainer()
     assert by_docker().keys() == {*COPIED, *LOCKS}
     (workdir,) = all_of("WORKDIR")
-    assert all(place == f"{workdir}/{name}" for name, place in by_docker().items())
+    assert all(target == f"{workdir}/{name}" for name, target in by_docker().items())
 
 
 def test_both_run_the_same_commands():

@@ -8,29 +8,30 @@ import typer
 
 from base.errors import UserError
 from base.files import write_json
-from dynamics.recipes import resolve
-from slurm.job import advancing, element, stop_files
-from slurm.job import run as run_module
-from slurm.job.run import run_element
-from slurm.site import Limits
+from slurm.job import element, supervision
+from slurm.job.element import run_element
+from slurm.site import JobLimits, Options
 from slurm.status.overview import look
 from slurm.status.table import lines_of
 from slurm.submission.arrays import FINAL, arrays_of
-from slurm.submission.record import existing_submission, write_plan
-from slurm.submission.starts import starts_of
+from slurm.submission.record import existing_submission, starts_of, write_plan
 from slurm.submission.submit import write_scripts
 from study.definition import save_study
 from study.pipeline.ledger import Ledger
-from study.pipeline.steps import steps_of
+from study.recipes.resolve import resolve
+from study.steps import steps_of
 from tests.interpreter import interpreter
 from tests.sealing import write_ending
-from tests.slurm.small_study import site_of
-from tests.slurm.watched import submit
+from tests.slurm.studies import record_call, site_of
 from train.run.directory import RunDirectory
 
 # Forked: an interpreter of its own would import for a second, at every step.
 PYTHON = '#!/bin/sh\nexec {} -m tests.slurm.stand_in "$0" "$@"\n'
-SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
+SRUN = """#!/bin/sh
+echo "$@" >> "$STUDY_DIR/srun.txt"
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
 # Knows no job, and gives numbers to new ones.
 SBATCH = """#!/bin/sh
 echo "$@" >> "$STUDY_DIR/sbatch.txt"
@@ -63,12 +64,12 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "71")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
     monkeypatch.setattr(element, "RESTART_SECONDS", 0)
-    monkeypatch.setattr(run_module, "PAUSE_SECONDS", 0)
-    monkeypatch.setattr(advancing, "TRY_SECONDS", 0)
+    monkeypatch.setattr(element, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(supervision, "TRY_SECONDS", 0)
     site = site_of(tmp_path / "runs", train_nodes=1).model_copy(
         update={"python": programs / "python"}
     )
-    arrays = arrays_of(study, Limits())
+    arrays = arrays_of(study, JobLimits())
     write_scripts(directory, site, arrays)
     write_plan(directory, site, arrays, anew=True)
     ledger = Ledger(directory, steps_of(study))
@@ -90,7 +91,7 @@ def run(directory: Path, array: str = "ends", index: int = 1) -> None:
     """The newest job of an element, or job 70 if it has none."""
     newest = existing_submission(directory).element_ids.get((array, index))
     if newest is None:
-        submit(directory, array, 70, [index])
+        record_call(directory, array, 70, [index])
         newest = f"70_{index}"
     job, _, task = newest.partition("_")
     with pytest.MonkeyPatch.context() as environment:
@@ -114,6 +115,18 @@ def steps_at_the_end(directory: Path) -> dict[str, bool]:
     return {name: ledger.is_complete(ledger.steps[name]) for name in names}
 
 
+def test_options_of_the_site_reach_every_srun_before_the_projects(cluster):
+    submission = existing_submission(cluster)
+    options = Options(srun_options=("--mpi=pmix", "--cpu-bind=none"))
+    site = submission.site.model_copy(update={"slurm": options})
+    write_plan(cluster, site, submission.arrays, anew=True)
+    run(cluster)
+    calls = (cluster / "srun.txt").read_text().splitlines()
+    assert len(calls) == len(ran(cluster))
+    expected = "--kill-on-bad-exit=1 --mpi=pmix --cpu-bind=none --nodes=1 --ntasks=1 "
+    assert all(call.startswith(expected) for call in calls)
+
+
 def test_every_step_of_an_element_is_done_and_recorded_once(cluster):
     run(cluster)
     assert all(steps_at_the_end(cluster).values())
@@ -130,7 +143,7 @@ def test_a_job_on_gpus_gives_each_step_what_it_can_use(cluster, monkeypatch):
     kinds = submission.site.resources.model_copy(update={"quantize": quantize})
     site = submission.site.model_copy(update={"resources": kinds})
     write_plan(cluster, site, submission.arrays, anew=False)
-    array_element = element.Element(cluster, "ends", 1, cluster / "stop", "70_1")
+    array_element = element.ElementStart(cluster, "ends", 1, cluster / "stop", "70_1")
     machines = {step.kind: array_element.machine(step) for step in array_element.steps}
     assert "--nproc-per-node" in machines["blocks"].launch, (
         "four ranks share the rows of every weight"
@@ -190,8 +203,8 @@ def test_a_request_to_stop_leaves_the_rest_to_the_next_start(cluster):
 
 
 def test_a_job_that_is_not_the_newest_of_its_element_leaves(cluster, monkeypatch, capsys):
-    submit(cluster, "ends", 70, [1])
-    submit(cluster, "ends", 80, [1])
+    record_call(cluster, "ends", 70, [1])
+    record_call(cluster, "ends", 80, [1])
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "70")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     run_element(cluster, "ends", 1, cluster / "stop")
@@ -211,7 +224,7 @@ def training(cluster, monkeypatch):
         (cluster / output).unlink()
     (ledger.records / f"{TRAIN}.json").unlink()
     monkeypatch.setenv("TO_FAIL", TRAIN)
-    monkeypatch.setattr(element.Element, "follow", lambda _self, _step: None)
+    monkeypatch.setattr(element.ElementStart, "follow", lambda _self, _step: None)
     return cluster
 
 
@@ -287,7 +300,7 @@ def test_who_stopped_a_training(training, asked_by, who):
     step = next(step for step in steps_of(resolve("tiny", "smoke")) if step.name == TRAIN)
     directory = RunDirectory(training / "lr3e-2")
     write_ending(directory, "preempted", asked_by=asked_by)
-    assert stop_files.stopped_by(training, step) == who
+    assert supervision.stopped_by(training, step) == who
 
 
 def test_a_stop_file_of_ours_is_forgotten_by_the_next_start(training):
@@ -314,7 +327,7 @@ def test_the_table_is_made_of_what_there_is_and_is_not_complete_then(cluster):
 def test_an_unknown_element_is_refused(cluster, capsys):
     for array, index in (("nothing", 0), ("ends", 7)):
         with pytest.raises(UserError, match="has no element"):
-            element.Element(cluster, array, index, cluster / "stop", f"70_{index}")
+            element.ElementStart(cluster, array, index, cluster / "stop", f"70_{index}")
     with pytest.raises(typer.Exit):
         run(cluster, "nothing", 0)  # recorded as submitted
     assert "is of nothing/0, which the study has not" in capsys.readouterr().out

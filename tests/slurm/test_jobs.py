@@ -6,20 +6,18 @@ import random
 import pytest
 from typer.testing import CliRunner
 
-from dynamics.recipes import RECIPES, resolve
 from slurm.__main__ import app
-from slurm.site import EXAMPLE, Limits, load_site
+from slurm.site import EXAMPLE, JobLimits, load_site
 from slurm.submission.arrays import arrays_of
 from slurm.submission.submit import dry_run
-from study.pipeline.steps import steps_of
+from study.recipes.resolve import resolve, whole_recipes
+from study.steps import steps_of
 from study.text.own import TextOptions
 from tests.study.ablation import tiny
 
-USUAL = Limits()
-SMALL = Limits(checkpoints_per_job=3, specs_per_job=1, max_array_size=7)
-PROFILES = [
-    (name, profile) for name in RECIPES for profile in ("full", "smoke") if name != "trajectory"
-]
+USUAL = JobLimits()
+SMALL = JobLimits(checkpoints_per_job=3, specs_per_job=1, max_array_size=7)
+PROFILES = [(name, profile) for name in whole_recipes() for profile in ("full", "smoke")]
 
 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
@@ -33,7 +31,7 @@ def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, limits):
     assert all(
         0 < len(array.elements) <= (limits.max_array_size or 1001) for array in arrays.values()
     )
-    order = {name: place for place, name in enumerate(listed)}
+    order = {name: number for number, name in enumerate(listed)}
     late = [
         (step.name, before)
         for step in steps.values()
@@ -47,7 +45,7 @@ def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, limits):
 def test_every_recipe_has_a_dry_run_on_the_example_site(recipe, profile):
     study, site = resolve(recipe, profile), load_site(EXAMPLE)
     scripts = list(dry_run(study, site))
-    assert len(scripts) == len(arrays_of(study, Limits()))
+    assert len(scripts) == len(arrays_of(study, JobLimits()))
     for script in scripts:
         call, _, text = script.partition("\n")
         assert call.startswith("### sbatch --parsable --array=0")
@@ -57,7 +55,7 @@ def test_every_recipe_has_a_dry_run_on_the_example_site(recipe, profile):
 
 
 def test_tiny_in_arrays():
-    arrays = {array.name: array for array in arrays_of(tiny(), Limits(specs_per_job=1))}
+    arrays = {array.name: array for array in arrays_of(tiny(), JobLimits(specs_per_job=1))}
     assert {name: len(array.elements) for name, array in arrays.items()} == {
         "text": 1,
         "prepare": 3,
@@ -84,7 +82,7 @@ def test_tiny_in_arrays():
 
 
 def test_branches_are_an_array_of_their_own():
-    arrays = {array.name: array for array in arrays_of(resolve("olmo2-7b-lr", "full"), Limits())}
+    arrays = {array.name: array for array in arrays_of(resolve("olmo2-7b-lr", "full"), JobLimits())}
     assert len(arrays["train"].elements) == 4
     assert len(arrays["branches"].elements) == 7 + 4
 
@@ -111,7 +109,7 @@ def test_text_of_the_users_is_made_by_jobs_before_training(tmp_path):
     shown = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
     assert "tiny-smoke-text=mine." in shown
     study = resolve("tiny", "smoke", text=TextOptions((source,)), root=tmp_path)
-    arrays = {array.name: array for array in arrays_of(study, Limits())}
+    arrays = {array.name: array for array in arrays_of(study, JobLimits())}
     assert arrays["text"].elements == (("tokenizer",),)
     assert arrays["prepare"].elements == (
         ("prepare-train",),

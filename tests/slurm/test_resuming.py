@@ -9,15 +9,14 @@ import pytest
 
 from slurm import cluster
 from slurm.submission.advance import advance, why_not
-from slurm.submission.record import existing_submission, log_of
-from slurm.submission.starts import starts_of
+from slurm.submission.record import existing_submission, log_of, starts_of
 from slurm.submission.submit import submit
 from slurm.submission.survey import survey
 from study.definition import Study
 from tests.interpreter import interpreter
 from tests.slurm.faults import Storm
 from tests.slurm.lab import Lab, running
-from tests.slurm.small_study import site_of, small_study, text_of
+from tests.slurm.studies import site_of, small_study, text_of
 from tests.waiting import wait_until
 
 # The interpreter of jobs, but that the first torchrun of node2 never comes to the rendezvous.

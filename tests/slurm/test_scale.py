@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from slurm import cluster
+from slurm.cluster import JobState
 from slurm.job.rendezvous import torchrun_of_nodes
-from slurm.states import JobState
 from slurm.status.overview import look
 from slurm.status.table import lines_of
 from slurm.submission.advance import advance
 from slurm.submission.record import existing_submission
 from slurm.submission.submit import submit
 from study.definition import Study
-from study.pipeline.steps import steps_of
+from study.steps import steps_of
 from tests.interpreter import interpreter
-from tests.slurm.watched import make, site_of, small_study, write_metrics
+from tests.slurm.studies import make, watched_site, watched_study, write_metrics
 
 counted: Counter[str] = Counter()
 hooked: list[bool] = []
@@ -53,7 +53,7 @@ def slurm(monkeypatch) -> dict[str, JobState]:
 
 def large_study(runs: int, checkpoints: int) -> Study:
     """Runs with many checkpoints, 16 specs in 4 groups and curvature: six elements a checkpoint."""
-    study = small_study()
+    study = watched_study()
     specs = tuple(f"gptq-b{bits}-g{size}" for bits in (2, 3, 4, 8) for size in (8, 16, 32, 64))
     steps = tuple(range(4, 4 * checkpoints + 1, 4))
     several = tuple(
@@ -73,7 +73,7 @@ def large_study(runs: int, checkpoints: int) -> Study:
 
 def two_thirds_made(root: Path, study: Study) -> Path:
     """The directory of a submitted study with two of three steps made."""
-    submit(study, site_of(root))
+    submit(study, watched_site(root))
     names = [step.name for step in steps_of(study)]
     make(root / study.name, study, names[: len(names) * 2 // 3])
     for run in study.trained:
@@ -134,14 +134,14 @@ def test_10_000_elements(tmp_path, slurm):
         call()
         return time.process_time() - began
 
-    first = seconds(lambda: submit(study, site_of(tmp_path)))
+    first = seconds(lambda: submit(study, watched_site(tmp_path)))
     directory = two_thirds_made(tmp_path, study)
     arrays = existing_submission(directory).arrays
     assert sum(len(array.elements) for array in arrays) > 9000
     advance(directory)
     figures = {
         "submit": first,
-        "submit again": seconds(lambda: submit(study, site_of(tmp_path))),
+        "submit again": seconds(lambda: submit(study, watched_site(tmp_path))),
         "advance": seconds(lambda: advance(directory)),
         "status": seconds(lambda: lines_of(look(directory))),
     }

@@ -64,7 +64,7 @@ def test_directives_come_before_any_command():
         assert all(line.startswith("#SBATCH --") for line in lines[1:first] if line)
 
 
-class Stage:
+class ScriptStage:
     """A site below a temporary directory whose interpreter is a shell script."""
 
     def __init__(self, directory: Path) -> None:
@@ -76,12 +76,12 @@ class Stage:
     def _site(self, **changes) -> Site:
         base = load_site(GOLDEN / "cpu.toml").model_dump(exclude_unset=True)
         (self.directory / "project").mkdir(exist_ok=True)
-        places = {
+        paths = {
             "root": self.study.parent,
             "python": self.stub,
             "project": self.directory / "project",
         }
-        return Site.model_validate(base | places | changes)
+        return Site.model_validate(base | paths | changes)
 
     def start(self, job: str, restarts: int = 0, **changes) -> subprocess.Popen:
         """The script of element 3 of array 70, in a session of its own, as the last element's
@@ -114,23 +114,15 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path) -> Stage:
-    return Stage(tmp_path)
+def stage(tmp_path) -> ScriptStage:
+    return ScriptStage(tmp_path)
 
 
 @pytest.mark.parametrize("code", [0, 1, 37, 127])
 def test_exit_code_is_the_jobs(stage, code):
     assert stage.start(f"exit {code}").wait(HANG_SECONDS) == code
     assert (stage.directory / "arguments").read_text().split() == [
-        *(
-            "-m",
-            "slurm",
-            "job",
-            str(stage.study),
-            "train",
-            "3",
-            str(stage.stop_file()),
-        )
+        *("-m", "slurm", "job", str(stage.study), "train", "3", str(stage.stop_file()))
     ]
     assert not stage.stop_file().exists()
 
@@ -171,7 +163,7 @@ def test_job_starts_with_default_handlers(stage):
     assert not ignored & (1 << (signal.SIGUSR1 - 1) | 1 << (signal.SIGTERM - 1))
 
 
-def signals_at_the_end(stage: Stage, runs: int) -> None:
+def signals_at_the_end(stage: ScriptStage, runs: int) -> None:
     """Jobs that end by themselves, and one to three signals within 2 ms of that."""
     generator, ending = random.Random(1), stage.directory / "ending"
     for _ in range(runs):

@@ -52,6 +52,7 @@ TEXTS = {
     **{f"slurm.{key}": "name" for key in ("constraint", "exclude", "reservation", "gres_type")},
     "slurm.gpus": "gres",
     "slurm.extra": ["--exclusive"],
+    "slurm.srun_options": ["--mpi=pmix"],
     "resources.train.mem": "5G",
     "resources.train.time": "10:00:00",
     "environment": {"NAME": "value"},
@@ -169,10 +170,7 @@ def test_what_is_no_time_limit_is_refused(tmp_path, text):
 
 
 WRONG = [
-    (
-        {"slurm.partitoin": "gpu"},
-        "unknown key 'slurm.partitoin'; did you mean partition",
-    ),
+    ({"slurm.partitoin": "gpu"}, "unknown key 'slurm.partitoin'; did you mean partition"),
     ({"resources.trian": {}}, "unknown key 'resources.trian'"),
     ({"resources.train.gpus_pernode": 8}, "'resources.train.gpus_pernode'"),
     (
@@ -197,6 +195,12 @@ WRONG = [
     ({"slurm.extra": ["--clusters=b"]}, "would change --clusters, which"),
     ({"slurm.extra": ["--exclude=node1"]}, "would change --exclude, which"),
     ({"slurm.extra": ["--comment=mine"]}, "would change --comment, which"),
+    ({"slurm.srun_options": "--mpi=pmix"}, "'slurm.srun_options'"),
+    ({"slurm.srun_options": ["mpi=pmix"]}, "'mpi=pmix' is not an option of srun: write --name"),
+    ({"slurm.srun_options": ["-N2"]}, "'-N2' is not an option of srun: write --name"),
+    ({"resources.train.srun_options": ["--ntasks=2"]}, "would change --ntasks, which"),
+    ({"slurm.srun_options": ["--kill"]}, "would change --kill-on-bad-exit, which"),
+    ({"slurm.srun_options": ["--container-env=A"]}, "would change --container-env, which"),
     (
         {"resources.train.mem": "5G", "resources.train.extra": ["--mem-per-cpu=1G"]},
         "mem is given beside --mem-per-cpu=1G; leave one of them out",
@@ -329,7 +333,7 @@ def test_hostile_text_is_refused_or_literal_and_never_runs(tmp_path, key):
     stub = tmp_path / "python"
     stub.write_text(f'#!/bin/bash\nprintf %s "${{NAME-}}" >{out}\n')
     stub.chmod(0o755)
-    places = {
+    paths = {
         "root": str(tmp_path),
         "python": str(stub),
         "project": str(tmp_path),
@@ -344,7 +348,7 @@ def test_hostile_text_is_refused_or_literal_and_never_runs(tmp_path, key):
             if isinstance(TEXTS[key], dict)
             else text
         )
-        site = accepted(tmp_path, places | {"container.image": "x", key: value})
+        site = accepted(tmp_path, paths | {"container.image": "x", key: value})
         if site is None:
             continue
         taken.add(text)

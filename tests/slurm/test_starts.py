@@ -9,16 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slurm.job.supervision import say, wait_for
-from slurm.job.watch import Watch
-from slurm.states import JobState
-from slurm.submission.starts import (
-    failures,
-    record_end,
-    record_start,
-    starts_of,
-    was_stopped,
-)
+from slurm.cluster import JobState
+from slurm.job.supervision import HangWatch, say, wait_for
+from slurm.submission.record import failures, record_end, record_start, starts_of, was_stopped
 
 JOBS = ["7_0", "8_0"]
 
@@ -131,8 +124,8 @@ def test_what_hangs_is_ended_and_named(tmp_path, capfd):
 def test_what_is_silent_for_too_long_hangs(tmp_path, monkeypatch):
     """A training whose ranks never meet, and one that stops logging, by a clock of the test's."""
     now = 0.0
-    monkeypatch.setattr("slurm.job.watch.time", SimpleNamespace(monotonic=lambda: now))
-    watch = Watch(tmp_path, "run", silent_seconds=90)
+    monkeypatch.setattr("slurm.job.supervision.time", SimpleNamespace(monotonic=lambda: now))
+    watch = HangWatch(tmp_path, "run", silent_seconds=90)
     now = 89.0
     assert watch.hung() is None
     now = 90.0
@@ -141,7 +134,7 @@ def test_what_is_silent_for_too_long_hangs(tmp_path, monkeypatch):
         " rendezvous for 90 s"
     )
     (tmp_path / "run").mkdir()
-    watch = Watch(tmp_path, "run", silent_seconds=90)
+    watch = HangWatch(tmp_path, "run", silent_seconds=90)
     for at in (150.0, 230.0, 310.0):  # each row lets it be silent anew
         now = at
         with (tmp_path / "run/metrics.jsonl").open("a") as file:

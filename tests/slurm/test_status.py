@@ -16,12 +16,12 @@ from slurm.status.overview import last_error, look, situation_of
 from slurm.status.table import lines_of, measuring_rows, training_rows
 from slurm.status.trainings import straggler_of, tail_rows, training_of
 from slurm.submission.record import append
-from study.pipeline.steps import steps_of
-from tests.slurm.watched import (
+from study.steps import steps_of
+from tests.slurm.studies import (
     in_state,
     make,
-    small_study,
     submitted,
+    watched_study,
     write_attempts,
     write_log,
     write_metrics,
@@ -43,7 +43,7 @@ MADE = [
 
 @pytest.fixture
 def study():
-    return small_study()
+    return watched_study()
 
 
 @pytest.fixture
@@ -234,9 +234,9 @@ def test_the_end_of_a_file_is_read_as_its_lines_are(tmp_path):
         begins = length - min(
             size, length
         )  # by the obvious way: lines that begin at or after this byte
-        places = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in range(200)]
+        offsets = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in range(200)]
         assert tail_rows(path, size) == [
-            row for row, at in zip(rows, places, strict=True) if at >= begins
+            row for row, at in zip(rows, offsets, strict=True) if at >= begins
         ]
     path.write_text('{"step": 1}\n{"step"\n[]\n{"step": "one"}\n\xff\n{"step": 2}\n')
     assert tail_rows(path, 1000) == [{"step": 1}, {"step": 2}]

@@ -5,14 +5,14 @@ import subprocess
 
 import pytest
 
-from slurm.cancel import cancel
-from slurm.submission.starts import starts_of
+from slurm.submission.advance import cancel
+from slurm.submission.record import starts_of
 from slurm.submission.submit import submit
 from study.pipeline.ledger import Ledger
-from study.pipeline.steps import steps_of
+from study.steps import steps_of
 from tests.slurm.faults import Storm
 from tests.slurm.lab import Lab, running
-from tests.slurm.small_study import run_here, site_of, small_study, table, text_of
+from tests.slurm.studies import run_here, site_of, small_study, table, text_of
 from tests.waiting import HANG_SECONDS
 
 
@@ -61,11 +61,11 @@ def test_a_study_as_jobs_gives_the_table_of_the_local_runner(
 @pytest.fixture
 def small_disk(tmp_path):
     """A filesystem that can be filled."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900m", "tmpfs", str(place)], check=True)
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900m", "tmpfs", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 @pytest.mark.stress

@@ -7,33 +7,31 @@ import pytest
 
 from base.errors import UserError
 from base.files import write_json
-from dynamics.recipes import resolve
 from slurm import cluster
-from slurm.cancel import cancel
 from slurm.site import Site
 from slurm.submission import record
-from slurm.submission.advance import advance
+from slurm.submission.advance import advance, cancel
 from slurm.submission.arrays import FINAL
-from slurm.submission.excluded import exclude, unexclude
 from slurm.submission.record import (
     JOBS_JSONL,
     SLURM,
-    SUBMISSION_JSON,
     append,
+    exclude,
     existing_submission,
     read_submission,
     script_path,
     submitting,
+    unexclude,
 )
-from slurm.submission.script import ranges
 from slurm.submission.submit import dry_run, submit, training_layouts
 from slurm.submission.survey import survey
 from study.definition import Study, save_study
 from study.pipeline.ledger import Ledger
-from study.pipeline.steps import steps_of
+from study.recipes.resolve import resolve
+from study.steps import steps_of
 from tests.interpreter import interpreter
 from tests.slurm.lab import Lab, running
-from tests.slurm.small_study import PROJECT, site_of, small_study
+from tests.slurm.studies import PROJECT, site_of, small_study
 from tests.waiting import HANG_SECONDS
 from train.planning.memory import rank_memory
 
@@ -66,10 +64,10 @@ def complete(directory, study: Study, *begins: str) -> None:
     ledger = Ledger(directory, steps_of(study))
     for name in (name for name in ledger.steps if name.startswith(begins)):
         step = ledger.steps[name]
-        for place in (*ledger.reads(step), *step.outputs):
-            (directory / place).parent.mkdir(parents=True, exist_ok=True)
-            if not (directory / place).exists():
-                write_json(directory / place, {"of": place})
+        for name in (*ledger.reads(step), *step.outputs):
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            if not (directory / name).exists():
+                write_json(directory / name, {"of": name})
         ledger.finish(step, ledger.fingerprint(step), 1.0)
 
 
@@ -88,9 +86,13 @@ def in_queue(name: str) -> set[str]:
     return set(listed.stdout.split())
 
 
-def test_what_can_start_is_submitted_once(full, root, study):
+def test_what_can_start_is_submitted_once_and_waits_for_nothing(full, root, study):
     site, directory = site_of(root), root / study.name
     assert submit(study, site) == {"text": 1}
+    (job,) = existing_submission(directory).jobs
+    shown = full.command("scontrol", "show", "job", str(job.id))
+    assert "Dependency=(null)" in shown, "nothing waits in the queue for anything else"
+    assert f"Comment={job.token}" in shown
     assert submit(study, site) == {}
     assert advance(directory) == {}
     complete(directory, study, *TEXT)
@@ -109,14 +111,6 @@ def test_what_can_start_is_submitted_once(full, root, study):
     cluster.cancel([str(job) for job in lab_jobs])
     assert advance(directory) == {FINAL: 1}
     assert advance(directory) == {}
-
-
-def test_nothing_waits_in_the_queue_for_anything_else(full, root, study):
-    submit(study, site_of(root))
-    job = existing_submission(root / "s").jobs[0].id
-    shown = full.command("scontrol", "show", "job", str(job))
-    assert "Dependency=(null)" in shown
-    assert f"Comment={existing_submission(root / 's').jobs[0].token}" in shown
 
 
 def test_a_call_whose_answer_was_lost_is_found_by_its_token(full, root, study):
@@ -268,14 +262,6 @@ def test_two_submissions_at_once(full, root, study, monkeypatch):
     assert read_submission(directory) is None
 
 
-def test_a_record_that_is_not_text_is_refused(tmp_path):
-    path = tmp_path / SLURM / SUBMISSION_JSON
-    path.parent.mkdir()
-    path.write_bytes(b'{"site": "\xff')
-    with pytest.raises(UserError, match="is not valid JSON"):
-        read_submission(tmp_path)
-
-
 def test_a_line_that_was_cut_off_is_left_out_and_the_next_one_is_whole(full, root, study):
     directory = root / study.name
     submit(study, site_of(root))
@@ -352,15 +338,6 @@ def test_a_study_of_400_checkpoints_and_12_specs_keeps_to_the_limits(
         assert len(survey(directory, submission, study).active) == sum(counts.values())
 
 
-def test_a_dry_run_needs_no_slurm_and_writes_nothing(tmp_path, study, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    texts = list(dry_run(study, site_of(tmp_path / "runs")))
-    assert not (tmp_path / "runs").exists()
-    scripts = {text.partition("\n")[0].split()[-1]: text.partition("\n")[2] for text in texts}
-    names = {path.rpartition("/")[2] for path in scripts}
-    assert {"train.sh", "export.sh", "quantize-1.sh", "final.sh"} <= names
-
-
 def test_the_scripts_lie_in_the_study_as_submitted(full, root, study):
     site, directory = site_of(root), root / study.name
     submit(study, site)
@@ -376,12 +353,6 @@ def test_the_scripts_lie_in_the_study_as_submitted(full, root, study):
         assert (directory / SLURM / name).stat().st_mode & 0o777 == 0o600
     assert json.loads((directory / "slurm/scripts/environment.json").read_text())["python"]
     assert not (directory / "slurm/starts").exists()
-
-
-def test_indices_are_written_as_ranges():
-    assert ranges([0]) == "0"
-    assert ranges([3, 2, 1, 0]) == "0-3"
-    assert ranges([0, 2, 3, 5]) == "0,2-3,5"
 
 
 def test_two_processes_that_submit_at_once_submit_once(full, root, study, tmp_path):

@@ -1,14 +1,16 @@
 """The study of all tests that read results: four peaks, one training of each, and no controls."""
 
-from dynamics.recipes.parts import data_of, sweep
+from curvature.settings import PlaneSettings, PredictionSettings
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
+from study.recipes.parts import data_of, sweep
 from study.soups import SoupSettings
-from study.text.kinds import PackageSources
+from study.text_kinds import PackageSources
 from train.model.presets import olmo2
+from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig
-from train.run.optimization import Anneal, CosinePhase, Lawa, OptimizerConfig, ScheduleConfig
+from train.run.optimization import Anneal, CosinePhase, Lawa, ScheduleConfig
 
 SAVES = (64, 192, 320, 448, 512, 576, 640)
 ANNEAL = 448
@@ -24,7 +26,7 @@ def run(name: str, peak_lr: float) -> RunConfig:
         precision="fp32",
         model=MODEL.model_copy(update={"vocab_size": TEXT.vocab_size}),
         data=data_of(TEXT, sequence_length=128, held_out_sequences=64),
-        optimizer=OptimizerConfig(peak_lr=peak_lr),
+        optimizer=AdamW(peak_lr=peak_lr),
         schedule=ScheduleConfig(
             warmup_tokens=32 * 2048,
             phase=CosinePhase(horizon_tokens=7417 * 2048),
@@ -57,6 +59,7 @@ def tiny() -> Study:
             ),
             by_block=("gptq-b3-g32", "gptq-b4-g32", "gptq-b8-g32"),
             calibration_sequences=64,
+            calibration_seeds=3,
             eval_tokens=32_768,
             block_tokens=16_384,
         ),
@@ -66,10 +69,9 @@ def tiny() -> Study:
             companion_pairs=8,
             microbatch_sequences=2,
             fixed_sequences=4,
-            step_microbatches=8,
-            slice_grid=9,
-            slice_sequences=8,
         ),
+        step=PredictionSettings(microbatches=8),
+        slice=PlaneSettings(grid=9, sequences=8),
         averaged_steps=(192, 448, 640),
         soups=(
             SoupSettings(name="soup-stable", steps=(192, 320, 448)),

@@ -173,7 +173,7 @@ def _write(path: Path, content: dict) -> None:
 
 def table(directory: Path, study: Study, rows: list[Any]) -> dict[str, Any]:
     """Claim -> its line of the table."""
-    from dynamics.claims.page import claims_table, judge_all
+    from study.claims.page import claims_table, judge_all
 
     lines = claims_table(judge_all(study, rows, Paired(directory)))
     return {line.claim.name: line for line in lines}

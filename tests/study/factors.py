@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dynamics.recipes import parts
 from study.definition import Study
+from study.recipes import parts
 from train.model.presets import olmo2
+from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig
-from train.run.optimization import Anneal, ConstantPhase, OptimizerConfig, ScheduleConfig
+from train.run.optimization import Anneal, ConstantPhase, ScheduleConfig
 
 TEXT, STEPS = parts.SMALL_TEXT, 64
 QUANTIZATION = parts.SMALL_QUANTIZATION.model_copy(
@@ -41,7 +42,7 @@ def with_data(name: str, **data: Any) -> RunConfig:
 
 def with_optimizer(name: str, **optimizer: Any) -> RunConfig:
     """A run with other settings of its optimizer."""
-    return run(name, optimizer=OptimizerConfig(peak_lr=3e-3, **optimizer))
+    return run(name, optimizer=AdamW(peak_lr=3e-3, **optimizer))
 
 
 def with_betas(name: str, betas: tuple[float, float]) -> RunConfig:

@@ -9,7 +9,7 @@ from pathlib import Path
 from base.frozen import fingerprint
 from ckpt_tools.hf.directory import LINEAGE_JSON, RESULT_JSON
 from study.definition import Study, save_study
-from study.machine.run_configurations import write_run_configurations
+from study.machine.needs import write_run_configurations
 from study.paths import (
     MeasuredModel,
     blocks_result,
@@ -172,8 +172,8 @@ def table_of(directory: Path, study: Study) -> list[Row]:
 def _write(path: Path, content: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.name == RESULT_JSON:
-        place = {"model": {"path": str(path.parents[2])}, "spec": {"name": path.parent.name}}
-        content = place | content
+        identity = {"model": {"path": str(path.parents[2])}, "spec": {"name": path.parent.name}}
+        content = identity | content
     reseal(path, content)
 
 

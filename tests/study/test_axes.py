@@ -4,17 +4,22 @@ import pyarrow as pa
 import pytest
 
 from base.errors import UserError
-from dynamics.recipes import resolve
-from dynamics.recipes.parts import sweep
+from base.frozen import fingerprint
 from study.axes import axes_of, text_of
+from study.definition import Study
+from study.design import control_among, with_controls, with_seeds
+from study.recipes.parts import sweep, wsd_run
+from study.recipes.resolve import resolve, whole_recipes
 from study.results.table import axis_columns, schema_of
 from study.tracking.described import run_params
 from tests.present import present
 from tests.study import factors
 from tests.study.ablation import tiny
+from tests.study.mine import MODEL, TEXT
 from tests.study.synthetic import table_of, write_study
 from train.data.config import RepetitionFilter
-from train.run.config import RunConfig, with_settings
+from train.run.config import RunConfig, StartFrom, with_settings
+from train.run.schedules import learning_rate
 
 
 def _runs(*settings: tuple[str, ...]) -> tuple[RunConfig, ...]:
@@ -100,16 +105,16 @@ CORPORA = ["../../texts/web", "../../texts/code"]
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_every_swept_factor_is_an_axis_and_a_column_under_its_own_name(run, values, name, labels):
-    ((key, own),) = values.items()
+    ((key, swept),) = values.items()
     study = factors.of("own", sweep(run, **values), seeds=(1, 2))
     (axis,) = study.axes
     assert axis.key == key
     assert axis.name == study.heading == (name or "clipping of the gradient norm")
     groups = [group.label for group in study.groups if not group.label.endswith("no anneal")]
-    assert len(set(groups)) == len(own)
+    assert len(set(groups)) == len(swept)
     assert labels in (None, groups)
-    are_numbers = {type(value) for value in own} <= {int, float}
-    assert axis.scale == (("log" if min(own) > 0 else "linear") if are_numbers else "category")
+    are_numbers = {type(value) for value in swept} <= {int, float}
+    assert axis.scale == (("log" if min(swept) > 0 else "linear") if are_numbers else "category")
     assert present(study.varied).key == key
     field = schema_of(study).field(key)
     assert field.metadata[b"unit"].decode() == axis.unit
@@ -145,7 +150,7 @@ def test_settings_that_differ_are_axes_without_a_sweep():
     wide = factors.of("own", [factors.run("slim", width=64), factors.run("wide", width=96)])
     assert [axis.name for axis in wide.axes] == ["width"], "that of the MLP follows from it"
     both = [factors.with_corpus("a", corpus) for corpus in CORPORA]
-    named = [run.model_copy(update={"name": f"run{place}"}) for place, run in enumerate(both)]
+    named = [run.model_copy(update={"name": f"run{number}"}) for number, run in enumerate(both)]
     data = factors.of("own", named)
     assert (data.heading, data.groups[0].label) == ("training data", "web")
     confounded = [
@@ -195,3 +200,107 @@ def test_runs_that_became_the_same_are_named_with_what_made_them_so(settings, wo
     twice = [factors.run("a"), factors.run("b")]
     with pytest.raises(ValueError, match=r"a and b are the same training.*parts\.annealed"):
         factors.of("own", twice)
+
+
+def runs(**values):
+    def run(name, **factors):
+        return wsd_run(name, model=MODEL, text=TEXT, steps=40, **factors)
+
+    return sweep(run, **({"peak_lr": [3e-3, 1e-2]} | values))
+
+
+@pytest.mark.parametrize("profile", ["full", "smoke"])
+@pytest.mark.parametrize("recipe", whole_recipes())
+def test_every_anneal_has_a_control_of_equal_tokens(recipe, profile):
+    """The rate of both is the same up to the anneal; then one falls to 0 and the other does not."""
+    study = resolve(recipe, profile)
+    annealed = [run for run in study.trained if run.schedule.anneal]
+    for run in annealed:
+        control = study.control_of(run)
+        assert control is not None
+        assert run.total_steps in control.save_steps
+        assert control.seed == run.seed
+        assert run.schedule.anneal is not None
+        start = run.schedule.anneal.start_step
+        first = control.branch_from.step if control.branch_from else 0
+        for step in range(max(first, 1), start + 1, 1 + start // 50):
+            assert learning_rate(control, step) == learning_rate(run, step)
+        assert learning_rate(run, run.total_steps) == 0
+        assert learning_rate(control, run.total_steps) > 0
+    assert len(study.controls) <= len(annealed)
+
+
+def test_a_control_branches_off_where_the_anneal_starts():
+    first, second = runs()
+    assert [run.name for run in with_controls([first, second])] == [
+        "lr3e-3",
+        "lr3e-3-control",
+        "lr1e-2",
+        "lr1e-2-control",
+    ]
+    control = with_controls([first])[1]
+    assert first.save_steps == (10, 20, 30, 40)
+    assert control.branch_from is not None
+    assert control.branch_from.model_dump() == {
+        "run": "../lr3e-3",
+        "step": 30,
+        "fingerprint": fingerprint(first),
+    }
+    assert control.save_steps == (40,)
+    assert control_among([first, second, control], first) == control
+    assert control_among([first, second, control], second) is None
+    assert with_controls(with_controls([first, second])) == with_controls([first, second])
+
+
+def test_a_run_from_imported_weights_has_a_control_too():
+    """The control branches off the run, and so has the run's beginning, not one of its own."""
+    first, _ = runs()
+    imported = StartFrom(checkpoint="/imported", sha256="0" * 64)
+    started = RunConfig.model_validate(dict(first) | {"start_from": imported})
+    started, control = with_controls([started])
+    assert control.branch_from
+    assert control.start_from is None
+    assert control.branch_from.fingerprint == fingerprint(started)
+    assert control_among([started, control], started) == control
+
+
+def test_a_run_that_saves_nothing_where_its_anneal_starts_has_no_control():
+    (first, _) = runs()
+    changed = first.model_copy(update={"save_steps": (10, 40)})
+    with pytest.raises(ValueError, match="add 30 to save_steps"):
+        with_controls([changed])
+
+
+def test_replicates_differ_in_their_seed_and_their_parents():
+    three = with_seeds(with_controls(runs()), (1, 2, 3))
+    assert len(three) == 3 * 4
+    names = {run.name: run for run in three}
+    for name, run in names.items():
+        assert run.seed == int(name[-1])
+        if run.branch_from:
+            parent = names[run.branch_from.run.removeprefix("../")]
+            assert parent.seed == run.seed
+            assert run.branch_from.fingerprint == fingerprint(parent)
+    plain = {
+        run.model_copy(update={"name": "", "seed": 0, "branch_from": None}).model_dump_json()
+        for run in three
+    }
+    assert len(plain) == 4
+
+
+def test_labels_say_the_control_and_the_seed():
+    content = resolve("pythia-160m-lr", "smoke").model_dump()
+    content["text"] = TEXT.model_dump()
+    content["runs"] = [run.model_dump() for run in with_seeds(with_controls(runs()), (1, 2))]
+    study = Study.model_validate(content)
+    assert [group.label for group in study.groups] == [
+        "0.003",
+        "0.003, no anneal",
+        "0.01",
+        "0.01, no anneal",
+    ]
+    assert [study.label_of(run) for run in study.groups[1].runs] == [
+        "0.003, no anneal, seed 1",
+        "0.003, no anneal, seed 2",
+    ]
+    assert [axis.key for axis in study.axes] == ["peak_lr"]

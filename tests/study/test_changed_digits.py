@@ -14,8 +14,8 @@ from base.frozen import fingerprint
 from ckpt_tools.hf.measured import Curvature
 from ckpt_tools.hf.results import read_result
 from dynamics.choices.learning_rate import answers
-from dynamics.claims.page import judge_all
-from dynamics.claims.verdict import Evidence
+from study.claims.page import judge_all
+from study.claims.verdict import Evidence
 from study.definition import Study, load_study
 from study.paths import (
     MeasuredModel,
@@ -26,14 +26,13 @@ from study.paths import (
     slice_result,
     step_result,
 )
-from study.pipeline.ledger import Ledger
-from study.pipeline.status import status_lines
-from study.pipeline.step import Step
-from study.pipeline.steps import steps_of
+from study.pipeline.ledger import Ledger, status_lines
 from study.report.report import write_report
 from study.results.collect import collect_rows
 from study.results.paired import Paired
 from study.results.table import TABLE, read_table
+from study.step import Step
+from study.steps import steps_of
 from study.tracking.importer import mirror
 from study.tracking.store import store_uri
 from tests.sealing import flip_digit, write_ending
@@ -128,8 +127,8 @@ def test_a_changed_cell_of_the_table_is_named(whole, study):
     table = pq.read_table(whole / TABLE)
     losses = table["held_out_loss"].to_numpy(zero_copy_only=False).copy()
     losses[3] += 0.001
-    place = table.column_names.index("held_out_loss")
-    changed = table.set_column(place, table.schema.field(place), [losses])
+    index = table.column_names.index("held_out_loss")
+    changed = table.set_column(index, table.schema.field(index), [losses])
     pq.write_table(changed.replace_schema_metadata(table.schema.metadata), whole / TABLE)
     for reader in ("report", "claims", "choose", "mirror"):
         with pytest.raises(UserError, match=r"table\.parquet was changed .*-m study collect"):
@@ -145,16 +144,16 @@ def test_a_changed_study_is_named(whole):
 def test_status_names_the_file_and_what_makes_it_again(whole, study):
     """A result differs from the record of its step, as the runner leaves it."""
     ledger = Ledger(whole, steps_of(study))
-    place = quantization_result(RUN, LAST, SPEC)
-    step = next(step for step in ledger.steps.values() if place in step.outputs)
+    result = quantization_result(RUN, LAST, SPEC)
+    step = next(step for step in ledger.steps.values() if result in step.outputs)
     for read in ledger.reads(step):
         (whole / read).parent.mkdir(parents=True, exist_ok=True)
         (whole / read).touch()
     ledger.finish(step, ledger.fingerprint(step), 1.0)
     assert ledger.reason(step) is None
-    flip_digit(whole / place, "relative_error")
+    flip_digit(whole / result, "relative_error")
     reason = str(ledger.reason(step))
-    assert re.fullmatch(rf"{whole / place} is not what the step left; '.*study run' .*", reason)
+    assert re.fullmatch(rf"{whole / result} is not what the step left; '.*study run' .*", reason)
 
 
 def test_what_a_command_leaves_damaged_is_not_complete(whole, study):
@@ -189,9 +188,9 @@ FILES = {
 def test_a_file_beside_a_record_that_is_gone_or_cut_off_is_named(tmp_path, name):
     """A removed model, half a token file, and a study copied without its MLflow store."""
     directory = tmp_path / "runs" / "study"
-    for place in (*FILES.values(), "data/train.idx"):
-        (directory / place).parent.mkdir(parents=True, exist_ok=True)
-        (directory / place).write_bytes(b"four")
+    for file in (*FILES.values(), "data/train.idx"):
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / file).write_bytes(b"four")
     four = hash_file(directory / "data/train.idx").model_dump()
     write_sealed(directory / "a/hf/step1/lineage.json", {"files": {"model.safetensors": four}})
     write_sealed(directory / "data/train.json", {"kind": "bin", "bin": four, "idx": four})

@@ -2,12 +2,27 @@
 
 import json
 from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from torch import nn
+from transformers import AutoConfig
 
-from dynamics.recipes import resolve
+from base.errors import UserError
+from ckpt_tools.hf.forward import empty_model
+from quant_eval.measuring.sequential import check_spec
+from quant_eval.specs import parse_spec
+from study.definition import Study
+from study.measurements.sizes import misfits
+from study.recipes.resolve import resolve
 from tests.runs import python
+from tests.study.ablation import tiny
 from tests.study.synthetic import write_study
+from train.model.config import ModelConfig, hf_settings
+from train.model.families import family_of
+from train.run.config import RunConfig
 
 
 def study_command(*arguments: str) -> CompletedProcess:
@@ -19,7 +34,7 @@ def study_command(*arguments: str) -> CompletedProcess:
     [
         (["run", "tinny"], "no recipe 'tinny'"),
         (["run", "tiny", "--profile", "huge"], "no profile 'huge'"),
-        (["run", "tiny", "--set", "engin=deepspeed"], "no such key"),
+        (["run", "tiny", "--set", "engin=deepspeed"], "no such setting"),
         (
             ["show", "tiny", "--set", "save_steps=[640]"],
             "save_steps must be in 0..1024 and end with",
@@ -88,3 +103,92 @@ def test_a_used_name_is_refused_before_anything_runs(tmp_path):
     assert done.returncode == 2
     assert study.trained[-1].name in done.stderr
     assert not (directory / "logs").exists()
+
+
+SPECS = (
+    *("gptq-b3-g48", "rtn-b3-g32", "gptq-b3-perchannel", "qtip-b2", "nf4-g64", "autoround-b4-g16"),
+    *("rtn-b4-g16-amxfp4", "mxfp4", "nvfp4", "w4a4-g16", "rtn-b4-g16-had", "rtn-b4-g16-had32"),
+    *("w4a4-g16-quarot", "w4a4-g16-quarot-fused", "w4a4-g16-duquant", "w4a4-g16-duquant48"),
+    *("rtn-b4-g16-kv4-quarot", "none-kv4-quarot", "w4a4-g16-spinquant-blockwise"),
+)
+SIZES: dict[str, dict[str, Any]] = {
+    "olmo2": {"family": "olmo2", "hidden_size": 96, "intermediate_size": 288},
+    "odd": {"family": "olmo2", "hidden_size": 80, "intermediate_size": 208},
+    "llama": {"family": "llama", "hidden_size": 64, "intermediate_size": 112},
+    "gpt_neox": {
+        **{"family": "gpt_neox", "hidden_size": 64, "intermediate_size": 256},
+        **{"rotary_fraction": 0.25, "initializer": "normal"},
+    },
+}
+
+
+def model(sizes: dict[str, Any]) -> ModelConfig:
+    heads: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+    }
+    return ModelConfig(vocab_size=320, **heads, **sizes)
+
+
+def run_of(sizes: dict[str, Any]) -> RunConfig:
+    return tiny().trained[0].model_copy(update={"model": model(sizes)})
+
+
+def refused_of_study(run: RunConfig, spec: str) -> str:
+    return next(misfits(run, (spec,), {}), "").partition(f"spec {spec}: ")[2]
+
+
+def refused_of_model(run: RunConfig, spec: str) -> str:
+    """The reason that quant_eval gives of the model as transformers builds it."""
+    config = AutoConfig.for_model(run.model.family, **hf_settings(run.model, 64, 0))
+    linears = {
+        name: module
+        for name, module in empty_model(config).named_modules()
+        if isinstance(module, nn.Linear) and ".layers." in name
+    }
+    stand_in: Any = SimpleNamespace(
+        config=config, family=family_of(config), empty_linears=lambda: linears
+    )
+    try:
+        check_spec(stand_in, parse_spec(spec))
+    except UserError as error:
+        return str(error).partition(f"spec {spec}: ")[2]
+    return ""
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_study_refuses_what_the_measurement_would(name):
+    run = run_of(SIZES[name])
+    reasons = {spec: refused_of_study(run, spec) for spec in SPECS}
+    assert reasons == {spec: refused_of_model(run, spec) for spec in SPECS}
+    assert any(reasons.values())
+    assert not all(reasons.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"quantization": {"methods": ["gptq-b3-g36"]}},
+            "run lr1e-3 cannot be measured with spec gptq-b3-g36: group size 36 does not divide the"
+            " 96 input features of model.layers.0.self_attn.q_proj; choose a divisor",
+        ),
+        ({"quantization": {"by_block": ["rtn-b3-g36"]}}, "cannot be measured with spec rtn-b3-g36"),
+        ({"tasks": {"specs": ["rtn-b3-g36"]}}, "cannot be measured with spec rtn-b3-g36"),
+        *(
+            (
+                {part: {"sequence_length": 129}},
+                f"{part}.sequence_length 129 is beyond the context of 128 tokens of run lr1e-3",
+            )
+            for part in ("quantization", "curvature", "step", "slice")
+        ),
+    ],
+    ids=["method", "by block", "tasks", *(["context"] * 4)],
+)
+def test_a_study_is_refused_before_anything_is_trained(change, reason):
+    content = tiny().model_dump(mode="json")
+    for key, values in change.items():
+        content[key] = (content[key] or {}) | values
+    with pytest.raises(ValidationError, match=reason):
+        Study.model_validate(content)

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from base.errors import UserError
 from base.files import sha256_of
-from study.text.kinds import PACKAGES
 from study.text.package_sources import (
     PASSAGE_CHARACTERS,
     SHARES,
@@ -25,6 +24,7 @@ from study.text.package_sources import (
     read_package,
     split,
 )
+from study.text_kinds import PACKAGES
 from tests.present import present
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare

@@ -6,22 +6,22 @@ import math
 import numpy as np
 import pytest
 
-from dynamics.claims.verdict import in_words
-from dynamics.recipes import resolve
-from dynamics.recipes.parts import sweep
 from quant_eval.estimate import DOCUMENTS, SEEDS
-from study.report.cells import Bounded, Cell, Table, cell
-from study.report.effects import effect_tables, effects_text
-from study.report.files import csv_rows, write_tables
-from study.report.tables import end_table, method_table, step_table
-from study.results.effects import LOSS, Effect, effects_of
+from study.claims.verdict import in_words
+from study.measurements.kind import Column
+from study.measurements.quantization import CROSS_ENTROPY, DIVERGENCE, RELATIVE_ERROR
+from study.recipes.parts import sweep
+from study.recipes.resolve import resolve
+from study.report.cells import Bounded, Cell, Table, cell, csv_rows, write_tables
+from study.report.tables import effect_tables, effects_text, end_table, method_table, step_table
+from study.results.effects import Effect, effects_of
 from study.results.paired import Paired
 from study.results.summary import summarize
 from tests.study import factors
 from tests.study.claimed import released, rows_of
 
 SPEC = "gptq-b3-g32"
-KL, SHARE = "kl_divergence", "relative_error"
+KL, SHARE = DIVERGENCE, RELATIVE_ERROR
 
 
 def error(run, model) -> float:
@@ -35,15 +35,15 @@ def measured(directory, study, **more):
     return rows, effects_of(study, rows, Paired(directory))
 
 
-def of(effects: list[Effect], figure: str, spec: str = SPEC) -> Effect:
+def effect_on(effects: list[Effect], figure: Column, spec: str = SPEC) -> Effect:
     (effect,) = (each for each in effects if each.measure == (spec, figure))
     return effect
 
 
-def end(rows, run: str, figure: str) -> float:
+def end(rows, run: str, figure: Column) -> float:
     """The figure of the last weights of a run, from the table."""
     return next(
-        row[f"quant/{SPEC}/{figure}"]
+        row[figure.of(SPEC)]
         for row in reversed(rows)
         if row["run"] == run and row["average"] is None
     )
@@ -54,7 +54,7 @@ def test_a_factor_is_compared_seed_by_seed(tmp_path):
     rows, effects = measured(tmp_path, study)
     assert list(effects) == ["weight_decay"]
     for figure in (KL, SHARE):
-        effect = of(effects["weight_decay"], figure)
+        effect = effect_on(effects["weight_decay"], figure)
         assert (effect.reference, effect.value, effect.pairs) == ("0", "0.1", 3)
         differences = [
             end(rows, f"wd0.1-seed{seed}", figure) - end(rows, f"wd0-seed{seed}", figure)
@@ -66,7 +66,8 @@ def test_a_factor_is_compared_seed_by_seed(tmp_path):
         expected = np.std(differences, ddof=1) / math.sqrt(3)
         assert effect.estimate.sources.keys() == {SEEDS, DOCUMENTS}
         assert effect.estimate.sources[SEEDS].standard_error == pytest.approx(expected, rel=1e-3)
-    assert of(effects["weight_decay"], LOSS).estimate.value == pytest.approx(0.0, abs=1e-12)
+    change = effect_on(effects["weight_decay"], CROSS_ENTROPY)
+    assert change.estimate.value == pytest.approx(0.0, abs=1e-12)
 
 
 def test_crossed_factors_are_compared_at_equal_values_of_the_others(tmp_path):
@@ -76,14 +77,14 @@ def test_crossed_factors_are_compared_at_equal_values_of_the_others(tmp_path):
     runs = sweep(factors.run, layers=[2, 6], weight_decay=[0.0, 0.1])
     study = factors.of("own", runs, seeds=(1, 2))
     rows, effects = measured(tmp_path, study, noise=0.0)
-    layers = of(effects["layers"], SHARE)
+    layers = effect_on(effects["layers"], SHARE)
     assert (layers.reference, layers.value, layers.pairs) == ("2", "6", 4)
     assert layers.estimate.value == pytest.approx(0.004, rel=1e-6)
-    decay = of(effects["weight_decay"], SHARE)
+    decay = effect_on(effects["weight_decay"], SHARE)
     assert decay.estimate.value == pytest.approx(0.02 * 0.1 * 1.15, rel=1e-6)
 
     missing = [row for row in rows if row["run"] != "layers6-wd0.1-seed2"]
-    fewer = of(effects_of(study, missing, Paired(tmp_path))["weight_decay"], SHARE)
+    fewer = effect_on(effects_of(study, missing, Paired(tmp_path))["weight_decay"], SHARE)
     assert fewer.pairs == 2, "both seeds have a pair at 2 layers alone"
     assert fewer.estimate.value == pytest.approx(0.02 * 0.1 * 1.15, rel=1e-6)
 
@@ -91,11 +92,11 @@ def test_crossed_factors_are_compared_at_equal_values_of_the_others(tmp_path):
 def test_three_values_are_compared_with_the_least_and_words_with_the_first(tmp_path):
     deep = factors.of("deep", sweep(factors.run, layers=[6, 2, 4]))
     _, effects = measured(tmp_path / "deep", deep)
-    own = [each for each in effects["layers"] if each.measure == (SPEC, KL)]
-    assert [(each.reference, each.value) for each in own] == [("2", "4"), ("2", "6")]
+    compared = [each for each in effects["layers"] if each.measure == (SPEC, KL)]
+    assert [(each.reference, each.value) for each in compared] == [("2", "4"), ("2", "6")]
     order = factors.of("order", sweep(factors.with_data, order=["sequential", "olmo"]))
     _, effects = measured(tmp_path / "order", order)
-    assert of(effects["order"], KL).reference == "sequential"
+    assert effect_on(effects["order"], KL).reference == "sequential"
 
 
 def test_what_is_confounded_is_not_compared(tmp_path):
@@ -106,8 +107,8 @@ def test_what_is_confounded_is_not_compared(tmp_path):
     first, second = effect_tables(study, effects)
     assert first.note.startswith("No two measured ends differ in peak learning rate alone")
     assert second.body == []
-    own = released({10: 1e-3, 20: 1e-3})
-    stages = study.model_copy(update={"runs": (own,)})
+    stage = released({10: 1e-3, 20: 1e-3})
+    stages = study.model_copy(update={"runs": (stage,)})
     assert effects_of(stages, [], Paired(tmp_path)) == {}
 
 
@@ -127,7 +128,7 @@ def test_the_table_says_which_noise_its_intervals_leave_out(tmp_path, seeds):
     text = list(effects_text([table]))
     assert max(map(len, text)) <= 120
     assert any("relative error, %" in row and line[3].text in row for row in text)
-    assert line[3].text == f"{100 * of(effects['weight_decay'], SHARE).estimate.value:+.3g}%"
+    assert line[3].text == f"{100 * effect_on(effects['weight_decay'], SHARE).estimate.value:+.3g}%"
 
 
 def test_files_of_tables_hold_numbers_with_their_units_in_the_head(tmp_path):
@@ -141,7 +142,7 @@ def test_files_of_tables_hold_numbers_with_their_units_in_the_head(tmp_path):
 
     with (tmp_path / "tables/effect_of_weight_decay_at_the_end.csv").open() as file:
         (line,) = csv.DictReader(file)
-    share = of(effects["weight_decay"], SHARE).estimate
+    share = effect_on(effects["weight_decay"], SHARE).estimate
     name = "GPTQ, 3 bits, groups of 32: relative error, %"
     values = [float(line[name + ending]) for ending in ("", ", low", ", high", ", p")]
     assert values == [*(100 * value for value in (share.value, *share.interval())), share.p_value()]

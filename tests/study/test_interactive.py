@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from study.definition import Study
-from study.figures import drawing
-from study.figures.drawing import figures_of
+from study.figures import figure as drawing
+from study.figures.figure import figures_of
 from study.report.report import write_report
 from study.results.table import read_table
 from tests.study.chromium import Browser
@@ -187,7 +187,7 @@ def test_the_data_beside_a_figure_are_the_tables(report, study, figure):
         if row["average"] is None
     }
     assert len(rows) == 2 * sum(len(run.save_steps) for run in study.runs)
-    assert all(points[place] == values for place, values in expected.items())
+    assert all(points[point] == values for point, values in expected.items())
 
 
 def test_the_same_study_makes_the_same_files(tmp_path, study, monkeypatch):

@@ -12,13 +12,12 @@ import vl_convert
 from matplotlib.figure import Figure as Picture
 
 from dynamics.figures.averages import DASHES, averages
-from dynamics.recipes.parts import sweep
 from study.definition import Study
 from study.figures.canvas import Canvas
-from study.figures.drawing import figures_of
-from study.figures.figure import Drawn
+from study.figures.figure import Drawn, figures_of
 from study.figures.looks import DASHED, SOLID, colours
 from study.measurements.curvature import RELATIVE
+from study.recipes.parts import sweep
 from study.results.table import Row
 from tests.present import present
 from tests.study import factors
@@ -108,10 +107,10 @@ def test_panels_and_layers_that_share_a_scale_state_the_same_one(charts, channel
 
 def test_averages_keep_their_dashes_beside_controls(charts):
     compiled = vl_convert.vegalite_to_vega(json.dumps(charts.by_name["averages"].chart))
-    (scale,) = (own for own in compiled["scales"] if own["name"] == "strokeDash")
+    (scale,) = (each for each in compiled["scales"] if each["name"] == "strokeDash")
     assert (scale["domain"], scale["range"]) == (["weights", "LAWA"], [SOLID, DASHES[0]])
     compiled = vl_convert.vegalite_to_vega(json.dumps(charts.by_name["kl_divergence"].chart))
-    (scale,) = (own for own in compiled["scales"] if own["name"] == "strokeDash")
+    (scale,) = (each for each in compiled["scales"] if each["name"] == "strokeDash")
     dashes = dict(zip(scale["domain"], scale["range"], strict=True))
     looks = charts.canvas.runs.looks.values()
     assert dashes == {look.label: DASHED if look.is_control else SOLID for look in looks}
@@ -123,7 +122,9 @@ def test_models_of_the_averages_look_alike_where_a_panel_lacks_one(tmp_path):
     curvature = present(study.curvature).model_copy(update={"averages": True})
     changed = study.model_copy(update={"averaged_steps": (64,), "curvature": curvature})
     rows = [
-        Row.of({**row, **dict.fromkeys((RELATIVE, f"{RELATIVE}_low", f"{RELATIVE}_high"), 0.5)})
+        Row.of(
+            {**row, **dict.fromkeys((RELATIVE.name + end for end in ("", "_low", "_high")), 0.5)}
+        )
         if row["average"] is None
         else row
         for row in table_of(write_study(tmp_path / "own", changed), changed)
@@ -152,4 +153,4 @@ def test_the_first_figure_answers_the_pointer(charts):
     titles = [{line["title"] for line in lines} for lines in tooltips]
     assert len(titles) == 2
     assert "p, not corrected" in titles[1]
-    assert all({"weight decay", "seeds"} < own for own in titles)
+    assert all({"weight decay", "seeds"} < title for title in titles)

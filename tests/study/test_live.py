@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from study.__main__ import app
 from study.definition import save_study
-from study.figures import drawing
+from study.figures import figure as drawing
 from study.machine.hardware import Hardware
 from study.pipeline import live
 from study.pipeline.locks import locked
 from study.pipeline.runner import Runner
-from study.pipeline.step import Step
+from study.step import Step
 from study.tracking.importer import mirror
 from tests.study.tracking.stores import Database
 

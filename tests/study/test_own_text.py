@@ -14,23 +14,23 @@ from typer.testing import CliRunner
 
 from base.errors import UserError
 from ckpt_tools.__main__ import app as ckpt_tools_app
-from dynamics.recipes import RECIPES, recipe_names, resolve
 from quant_eval.measuring.texts import open_text
 from study.__main__ import app as study_app
 from study.definition import Study, load_study, save_study
 from study.pipeline.ledger import Ledger
-from study.pipeline.step import Machine
-from study.pipeline.step import resolve as resolved
-from study.text.kinds import OwnText, TokenFiles
+from study.recipes.resolve import recipe_names, resolve, whole_recipes
+from study.step import Machine
+from study.step import resolve as resolved
 from study.text.own import TextOptions, source_of
-from study.text.steps import check_text, prefix, text_steps
+from study.text.steps import check_held_out, check_text, prefix, record, text_steps
 from study.text.survey import needs_of
+from study.text_kinds import OwnText, PackageSources, PreparedText, TokenFile, TokenFiles
 from tests.study.test_command import study_command
 from train.__main__ import app as train_app
-from train.data.batches import open_data
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
 from train.run.directory import RunDirectory
+from train.run_data import open_data
 
 PROGRAMS = {"study": study_app, "train": train_app, "ckpt_tools": ckpt_tools_app}
 PROJECT = Path(__file__).resolve().parents[2]
@@ -183,7 +183,7 @@ def test_the_token_files_of_a_study_are_read_in_place(tmp_path, files, tokenizer
         open_data(run, RunDirectory(tmp_path / study.name / run.name), verify_hashes=True)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", whole_recipes())
 def test_every_recipe_takes_the_text(tmp_path, files, recipe):
     """Branches name their changed parents, the file of the study brings it back, the plain one
     is another.
@@ -331,3 +331,93 @@ def test_the_text_is_part_of_the_name_by_which_a_study_is_found(tmp_path, files)
     assert "belongs to a recipe" in refused("show", name, *text, "--root", tmp_path)
     for option in ("--tokenizer", "--key"):
         assert "belongs to --text" in refused("show", "tiny", option, tmp_path)
+
+
+def test_text_that_no_step_makes_is_asked_for_with_its_command(tmp_path):
+    study = resolve("olmo2-7b-lr", "full")
+    assert isinstance(study.text, PreparedText)
+    directory = tmp_path / study.name
+    with pytest.raises(UserError) as caught:
+        check_text(study, directory)
+    message = str(caught.value)
+    manifest = tmp_path / record(study, "train").removeprefix("../")
+    assert f"{manifest} does not exist" in message
+    assert "python -m train index" in message
+    assert f"--out {manifest.with_suffix('')}" in message
+    assert f"--tokenizer {tmp_path / study.text.tokenizer_directory}" in message
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    check_text(study, directory)  # the other token files are made by the study's own steps
+    assert {step.kind for step in text_steps(study)} == {"download", "prepare"}
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "pythia-160m-lr"])
+def test_text_that_steps_make_needs_nothing_before(tmp_path, recipe):
+    check_text(resolve(recipe, "full"), tmp_path / recipe)
+
+
+def test_given_token_files_have_no_steps_and_must_be_there(tmp_path):
+    files = TokenFiles(
+        held_out=str(tmp_path / "held_out"),
+        calibration=str(tmp_path / "train"),
+        tokenizer=str(tmp_path),
+        sha256="0" * 64,
+    )
+    study = resolve("tiny", "smoke").model_copy(update={"text": files, "runs": ()})
+    assert text_steps(study) == []
+    assert prefix(study, "held_out") == str(tmp_path / "held_out")
+    assert prefix(study, "calibration") == str(tmp_path / "train")
+    with pytest.raises(UserError, match=r"held_out\.json does not exist"):
+        check_text(study, tmp_path / "study")
+    for use in ("held_out", "calibration"):
+        (tmp_path / record(study, use)).touch()
+    check_text(study, tmp_path / "study")
+
+
+def test_few_held_out_documents_are_refused_before_anything_is_trained(tmp_path, held_out_prefix):
+    """30 documents of 240 tokens: 4,000 tokens are 17 of them, 6,000 are 26."""
+    files = TokenFiles(
+        held_out=str(held_out_prefix),
+        calibration=str(held_out_prefix),
+        tokenizer=str(tmp_path),
+        sha256="0" * 64,
+    )
+    study = resolve("tiny", "smoke")
+    for tokens, block_tokens, refused in (
+        (6000, 6000, False),
+        (4000, 6000, True),
+        (6000, 4000, True),
+    ):
+        settings = {"eval_tokens": tokens, "block_tokens": block_tokens}
+        quantization = study.quantization.model_copy(update=settings)
+        changed = study.model_copy(update={"text": files, "quantization": quantization})
+        if refused:
+            with pytest.raises(UserError, match=r"17 evaluated documents .* raise --eval-tokens"):
+                check_held_out(changed, tmp_path / "study")
+        else:
+            check_held_out(changed, tmp_path / "study")
+    check_held_out(study, tmp_path / "study")  # its text is yet to be made
+
+
+def test_a_token_file_of_nobodys_is_asked_for_with_a_command_that_makes_it(tmp_path):
+    """A recipe of one's own, whose text has no dataset and says nothing of its origin."""
+    study = resolve("olmo2-7b-lr", "full")
+    mine = TokenFile(name="mine")
+    text = PreparedText(tokenizer="my/tok", train=mine, held_out=mine, calibration=mine)
+    with pytest.raises(UserError) as caught:
+        check_text(study.model_copy(update={"text": text}), tmp_path / "runs" / "mine")
+    message = str(caught.value)
+    texts = tmp_path / "runs" / "texts"
+    assert (
+        f"{texts}/mine.json does not exist; make it first: python -m train prepare FILES (--out"
+        f" {texts}/mine, " in message
+    )
+    assert f"--tokenizer {texts}/my--tok" in message
+    assert message.endswith("or take text of your own with --text")
+
+
+def test_another_version_of_a_package_is_refused_before_anything_runs(tmp_path):
+    study = resolve("tiny", "smoke")
+    text = PackageSources(packages=(f"sympy==0.1#sha256={'0' * 64}",), vocab_size=1024)
+    with pytest.raises(UserError, match=r"the text is of sympy==0\.1, here sympy is 1"):
+        check_text(study.model_copy(update={"text": text}), tmp_path / study.name)

@@ -10,6 +10,7 @@ from scipy.stats import ttest_1samp
 from base.errors import UserError
 from quant_eval.estimate import Crossed, estimate_of
 from study.definition import save_study
+from study.measurements.quantization import DIVERGENCE, RELATIVE_ERROR
 from study.paths import quantization_result, released_model
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.paired import Paired
@@ -39,16 +40,16 @@ def test_results_of_other_documents_or_another_time_are_refused(study_dir, study
     content["measured"]["per_document"]["document"][0] = 99
     reseal(path, content)
     with pytest.raises(UserError, match="differ in the documents"):
-        Paired(study_dir).estimate(pair, SPEC, "kl_divergence")
+        Paired(study_dir).estimate(pair, SPEC, DIVERGENCE)
     path.write_text(whole)
     change_losses(study_dir, "lr3e-3", SPEC, kl=[2 * value for value in kl_of(study_dir, "lr3e-3")])
     with pytest.raises(
         UserError, match="another kl_divergence than the table; run 'python -m study collect'"
     ):
-        Paired(study_dir).estimate(pair, SPEC, "kl_divergence")
+        Paired(study_dir).estimate(pair, SPEC, DIVERGENCE)
     path.unlink()
     with pytest.raises(UserError, match="does not exist"):
-        Paired(study_dir).estimate(pair, SPEC, "kl_divergence")
+        Paired(study_dir).estimate(pair, SPEC, DIVERGENCE)
 
 
 WEIGHTS = {"lr1e-3": -1.5, "lr3e-3": -0.5, "lr1e-2": 0.5, "lr3e-2": 1.5}
@@ -69,7 +70,7 @@ def test_a_contrast_is_a_mean_over_documents_where_they_are_alike(study_dir, stu
         change_losses(
             study_dir, run.name, SPEC, tokens=[1000] * 28, kl=list(1000 * kl_of_run[run.name])
         )
-    estimate = Paired(study_dir).estimate([weighted(study_dir, study)], SPEC, "kl_divergence")
+    estimate = Paired(study_dir).estimate([weighted(study_dir, study)], SPEC, DIVERGENCE)
     test = ttest_1samp(sum(weight * kl_of_run[run] for run, weight in WEIGHTS.items()), 0)
     assert estimate.value == pytest.approx(test.statistic * test._standard_error)
     assert estimate.interval() == pytest.approx(test.confidence_interval(0.95))
@@ -98,7 +99,7 @@ def test_a_contrast_of_ratios_has_the_error_that_leaving_documents_out_shows(stu
     whole = np.arange(28)
     left_out = np.array([contrast(np.delete(whole, document)) for document in whole])
     error = math.sqrt(27 / 28 * ((left_out - left_out.mean()) ** 2).sum())
-    estimate = Paired(study_dir).estimate([weighted(study_dir, study)], SPEC, "relative_error")
+    estimate = Paired(study_dir).estimate([weighted(study_dir, study)], SPEC, RELATIVE_ERROR)
     assert estimate.value == pytest.approx(contrast(whole))
     assert estimate.standard_error == pytest.approx(error)
 
@@ -129,13 +130,13 @@ def test_an_estimate_is_over_the_runs_with_documents_and_draws(study_dir, study)
         write_draws(study_dir, run.name, values_DK, tokens)
     rows = [last_rows(study_dir, study)[run.name] for run in study.runs]
     replicates = [[(rows[1], 1.0), (rows[0], -1.0)], [(rows[3], 1.0), (rows[2], -1.0)]]
-    estimate = Paired(study_dir).estimate(replicates, SPEC, "kl_divergence")
+    estimate = Paired(study_dir).estimate(replicates, SPEC, DIVERGENCE)
     expected = estimate_of(Crossed(np.stack([values[1] - values[0], values[3] - values[2]])))
     assert estimate.value == pytest.approx(expected.value)
     assert estimate.interval() == pytest.approx(expected.interval())
     assert estimate.sources.keys() == {"seeds", "documents", "calibration draws"}
     assert estimate.holds_seeds
-    alone = Paired(study_dir).estimate(replicates[:1], SPEC, "kl_divergence")
+    alone = Paired(study_dir).estimate(replicates[:1], SPEC, DIVERGENCE)
     assert alone.value == pytest.approx((values[1] - values[0]).mean())
     assert not alone.holds_seeds
 
@@ -143,7 +144,7 @@ def test_an_estimate_is_over_the_runs_with_documents_and_draws(study_dir, study)
     rows[3] = last_rows(study_dir, study)[study.runs[3].name]
     replicates = [replicates[0], [(rows[3], 1.0), (rows[2], -1.0)]]
     with pytest.raises(UserError, match="differ in the number of calibration draws"):
-        Paired(study_dir).estimate(replicates, SPEC, "kl_divergence")
+        Paired(study_dir).estimate(replicates, SPEC, DIVERGENCE)
 
 
 def test_an_estimate_over_few_documents_is_refused(study_dir, study):
@@ -158,7 +159,7 @@ def test_an_estimate_over_few_documents_is_refused(study_dir, study):
     with pytest.raises(
         UserError, match="19 documents, which decide nothing; measure on more tokens"
     ):
-        Paired(study_dir).estimate(pair, SPEC, "kl_divergence")
+        Paired(study_dir).estimate(pair, SPEC, DIVERGENCE)
 
 
 def test_a_contrast_needs_one_text(study_dir, study):
@@ -174,7 +175,7 @@ def test_a_contrast_needs_one_text(study_dir, study):
         content["spec"]["evaluation"][key] = value
         reseal(path, content)
         with pytest.raises(UserError, match=f"differ in {words}"):
-            Paired(study_dir).estimate([rows], SPEC, "kl_divergence")
+            Paired(study_dir).estimate([rows], SPEC, DIVERGENCE)
         content["spec"]["evaluation"][key] = kept
         reseal(path, content)
 
@@ -205,4 +206,4 @@ def test_released_checkpoints_lie_under_the_names_of_their_revisions(tmp_path, s
             )
         )
     change = [[(rows[1], 1.0), (rows[0], -1.0)]]
-    assert Paired(tmp_path).estimate(change, SPEC, "kl_divergence").value == pytest.approx(0.04)
+    assert Paired(tmp_path).estimate(change, SPEC, DIVERGENCE).value == pytest.approx(0.04)

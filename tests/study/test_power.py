@@ -5,10 +5,18 @@ import math
 import numpy as np
 import pytest
 from scipy.stats import f, ncf
+from typer.testing import CliRunner
 
 from base.errors import UserError
 from quant_eval.estimate import DOCUMENTS, DRAWS, SEEDS, Crossed, estimate_of
-from study.results.power import Components, Plan, components_of
+from study.__main__ import app
+from study.definition import Study
+from study.design import with_seeds
+from study.results.collect import collect_rows
+from study.results.power import Components, PowerPlan, components_of
+from study.results.table import write_table
+from tests.study.ablation import tiny
+from tests.study.synthetic import TOKENS, change_losses, write_study
 
 TRUTH = {
     frozenset({SEEDS}): 0.5,
@@ -32,14 +40,14 @@ def simulated(generator, plan, mean=0.0) -> Crossed:
 
 def test_components_are_those_that_the_values_were_drawn_with():
     generator = np.random.default_rng(0)
-    components = components_of([simulated(generator, Plan(6, 40, 5)) for _ in range(300)])
+    components = components_of([simulated(generator, PowerPlan(6, 40, 5)) for _ in range(300)])
     for effect, variance in TRUTH.items():
         # the largest relative error, that of the draws': sqrt(2 / 4 / 300) of 0.2 + what
         # interactions and documents add to it
         assert components.variances[effect] == pytest.approx(variance, rel=0.2), effect
 
 
-@pytest.mark.parametrize("plan", [Plan(3, 30, 3), Plan(6, 100, 2), Plan(12, 20, 5)])
+@pytest.mark.parametrize("plan", [PowerPlan(3, 30, 3), PowerPlan(6, 100, 2), PowerPlan(12, 20, 5)])
 def test_power_is_the_share_of_simulated_studies_that_decide(plan):
     generator = np.random.default_rng(1)
     components = Components(plan, TRUTH, evenness=1.0)
@@ -53,24 +61,80 @@ def test_power_is_the_share_of_simulated_studies_that_decide(plan):
 
 def test_where_seeds_alone_vary_it_is_the_power_of_a_t_test():
     """In the distribution of t^2, which is a noncentral F."""
-    components = Components(Plan(3, 30, 1), {frozenset({SEEDS}): 4.0}, evenness=1.0)
+    components = Components(PowerPlan(3, 30, 1), {frozenset({SEEDS}): 4.0}, evenness=1.0)
     for seeds in (2, 5, 20):
         noncentrality = 1.5**2 / (4 / seeds)
         expected = ncf.sf(f.ppf(0.95, 1, seeds - 1), 1, seeds - 1, noncentrality)
-        assert components.power(1.5, Plan(seeds, 30, 1)) == pytest.approx(expected, abs=1e-6)
+        assert components.power(1.5, PowerPlan(seeds, 30, 1)) == pytest.approx(expected, abs=1e-6)
     # t tables: 80% power for a difference of 1.5 standard deviations, two-sided 5%, takes 6 pairs
     assert components.least_seeds(3.0, 30, 1) == 6
     assert components.least_seeds(0.01, 30, 1) is None
 
 
 def test_no_difference_is_found_as_often_as_the_level_allows():
-    components = Components(Plan(3, 30, 3), TRUTH, evenness=0.5)
-    for plan in (Plan(2, 20, 3), Plan(10, 100, 3)):
+    components = Components(PowerPlan(3, 30, 3), TRUTH, evenness=0.5)
+    for plan in (PowerPlan(2, 20, 3), PowerPlan(10, 100, 3)):
         assert components.power(0.0, plan) == pytest.approx(0.05)
-    powers = [components.power(0.5, Plan(seeds, 50, 3)) for seeds in range(2, 12)]
+    powers = [components.power(0.5, PowerPlan(seeds, 50, 3)) for seeds in range(2, 12)]
     assert powers == sorted(powers)
 
 
 def test_one_seed_is_refused():
     with pytest.raises(UserError, match="one seed does not show"):
         components_of([Crossed(np.random.default_rng(2).normal(size=(1, 30, 3)))])
+
+
+SPEC, THREE = "gptq-b3-g32", (1, 2, 3)
+
+
+def study_of(seeds) -> Study:
+    """Two peaks; their checkpoints are quantized by two specs, and nothing more is measured."""
+    whole = tiny()
+    quantization = whole.quantization.model_copy(update={"methods": (), "by_block": ()})
+    return whole.model_copy(
+        update={"runs": tuple(with_seeds(whole.trained[:2], seeds)), "quantization": quantization}
+    )
+
+
+@pytest.fixture
+def printed(tmp_path):
+    """Return what the command prints of results with noise between seeds alone, for this difference."""
+
+    def print_for(difference, seeds=THREE, deviation=0.0):
+        study = study_of(seeds)
+        directory = write_study(tmp_path / study.name, study)
+        generator = np.random.default_rng(0)
+        for run in study.trained:
+            noise = 1 + deviation * generator.normal()
+            change_losses(directory, run.name, SPEC, kl=[0.01 * noise * count for count in TOKENS])
+        write_table(directory, study, collect_rows(directory, study).rows)
+        asked = ["power", study.name, "--root", str(tmp_path), "--difference", difference]
+        return CliRunner().invoke(app, asked)
+
+    return print_for
+
+
+def test_the_table_says_how_many_seeds_decide(printed):
+    """The paired difference of two seeds varies by sqrt(2) x 5%; of three seeds its standard error
+    is its deviation / sqrt(3).
+    """
+    lines = printed("10%", deviation=0.05).stdout.splitlines()
+    generator = np.random.default_rng(0)
+    first, second = (1 + 0.05 * generator.normal(size=(3, 2))).T
+    mean = np.mean([first, second])
+    deviation = 100 * np.std(second - first, ddof=1) / mean
+    assert lines[0].startswith("KL divergence (")
+    assert lines[0].endswith(f"one setting against the next: 10% of {0.01 * mean:.4g}")
+    assert lines[1] == f"  standard deviation by source: seeds {deviation:.2g}%"
+    assert f"standard error {deviation / 3**0.5:.2g}%" in lines[2]
+    assert lines[3].split() == ["seeds", "for", "80%", "power", "seeds"]
+    cells = [line.split()[-1] for line in lines[4:7]]
+    assert len(set(cells)) == 1, "more documents do not help where seeds are all that varies"
+    assert int(cells[0]) > 3
+
+
+def test_one_seed_and_other_words_are_refused(printed):
+    result = printed("10%", seeds=(1,))
+    assert "no comparison of the ends of two seeds yet" in str(result.exception)
+    result = printed("tenth")
+    assert "--difference tenth is not a share above 0; write it as 10%" in str(result.exception)

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from base.environment import version_line
-from dynamics.recipes import resolve
-from dynamics.recipes.shown import summary
-from study.figures import drawing
+from study.figures import figure as drawing
+from study.recipes.resolve import resolve
+from study.recipes.shown import summary
 from study.report.provenance import commands, settings_of
 from study.report.report import write_report
 from study.report.tables import heat_tables
@@ -237,8 +237,8 @@ def test_two_axes_have_a_table_of_both(study):
     rows = []
     for index, run in enumerate(runs):
         value = {column: 0.1 * (1 + index), f"{column}_low": 0.0, f"{column}_high": 1.0}
-        place = {"run": run.name, "step": run.total_steps, "phase": "anneal", "study": "both"}
-        rows.append(Row.of(empty | place | value))
+        identity = {"run": run.name, "step": run.total_steps, "phase": "anneal", "study": "both"}
+        rows.append(Row.of(empty | identity | value))
     first, second = heat_tables(both, summarize(both, rows))
     assert first.groups == [("", 1), ("weight decay", 2)]
     assert list(first.head) == ["peak learning rate", "0.1", "0.3"]

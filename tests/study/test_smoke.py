@@ -46,9 +46,9 @@ def check_the_end(study: Path, table: list[dict]) -> None:
     ):  # the same checkpoint, spec and text: --per-block adds to a result, nothing else
         by_block, plain = (
             json.loads(
-                (study / run / "hf/step00000072" / place / "gptq-b3-g32/result.json").read_text()
+                (study / run / "hf/step00000072" / folder / "gptq-b3-g32/result.json").read_text()
             )["measured"]
-            for place in ("blocks", "quant")
+            for folder in ("blocks", "quant")
         )
         assert len(by_block["blocks"]) == 2
         # block by block there is one draw of the calibration text, the first of the other's
@@ -74,8 +74,8 @@ def check_the_step(whole: dict, plane: dict) -> None:
     """
     assert plane["directions"]["lengths"][1] == pytest.approx(whole["norm"], rel=1e-9)
     base, quantized = (
-        next(point for point in plane["points"] if point["name"] == of)
-        for of in ("base", "quantized")
+        next(point for point in plane["points"] if point["name"] == name)
+        for name in ("base", "quantized")
     )
     increases = [
         after - before for before, after in zip(base["losses"], quantized["losses"], strict=True)
@@ -136,10 +136,10 @@ def test_the_whole_study_survives_a_kill(smoke_root):
         (None, column),
         *((name, f"{name}/{column}") for name in ("lawa5x4", "soup-anneal")),
     ):
-        own = [row for row in table if (row["run"], row["average"]) == ("lr3e-3", average)]
+        averaged = [row for row in table if (row["run"], row["average"]) == ("lr3e-3", average)]
         history = client.get_metric_history(child.info.run_id, metric)
         assert {point.step: point.value for point in history} == {
-            row["tokens"]: row[column] for row in own
+            row["tokens"]: row[column] for row in averaged
         }
 
     for row in table:
@@ -157,11 +157,11 @@ def test_the_whole_study_survives_a_kill(smoke_root):
                 [48, 72],
             )
             weights = [
-                load_file(study / row["run"] / "hf" / of / "model.safetensors")
-                for of in ("step00000048", "step00000072", name)
+                load_file(study / row["run"] / "hf" / hf_name / "model.safetensors")
+                for hf_name in ("step00000048", "step00000072", name)
             ]
-            for key, averaged in weights[2].items():
-                torch.testing.assert_close(averaged, (weights[0][key] + weights[1][key]) / 2)
+            for key, mean in weights[2].items():
+                torch.testing.assert_close(mean, (weights[0][key] + weights[1][key]) / 2)
         else:
             steps = [row["step"] - 4 * back for back in (4, 3, 2, 1, 0)]
             settings = (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dynamics.forecast.cooldowns import Source
+from dynamics.forecast.page import MeasuredStudy
 from dynamics.mechanism.checkpoints import checkpoints
 from study.definition import Study
 from study.figures.canvas import RATE, WEIGHTS, Canvas
@@ -19,7 +19,7 @@ from study.released import ReleasedRevision, ReleasedRun
 from study.results.collect import collect_rows
 from study.results.summary import ends_of_training, lineage, summarize
 from study.results.table import Row
-from study.tracking.streams import Stream, table_stream
+from study.tracking.streams import MetricStream, table_stream
 from tests.study.claimed import SPEC, outcomes, rows_of, run_of, study_of, table
 
 COLUMN = f"quant/{SPEC}/kl_divergence"
@@ -47,13 +47,13 @@ def error(run: Any, model: MeasuredModel) -> float:
 def measured(directory: Path, *stages: str) -> tuple[Study, list[Any]]:
     """Results of runs with these names, with checkpoints at the steps of their stages."""
     whole = len(stages) == 1
-    own = {
+    all_steps = {
         name: tuple(place_of(s) if not whole else s for s in STEPS if whole or stage_of(s) == name)
         for name in stages
     }
     runs = [
         run_of(name, total=steps[-1], start=steps[-1] - 1, save_steps=steps)
-        for name, steps in own.items()
+        for name, steps in all_steps.items()
     ]
     study = study_of(*runs, controls=False)
     return study, rows_of(directory, study, error)
@@ -63,9 +63,9 @@ def release(study: Study, rows: list[Any], *more: ReleasedRun, **second: Any) ->
     """The study with its runs as stages of a released model; completes the rows."""
     runs = []
     for trained in study.trained:
-        own = [row for row in rows if row["run"] == trained.name]
+        of_run = [row for row in rows if row["run"] == trained.name]
         before = SPLIT if trained.name == "stage2" else 0
-        for row in own:
+        for row in of_run:
             at = row["step"] + before
             row |= {"tokens": at * PER_STEP, "learning_rate": RATES[at], "phase": trained.name}
         revisions = [
@@ -73,7 +73,7 @@ def release(study: Study, rows: list[Any], *more: ReleasedRun, **second: Any) ->
                 name=f"step{row['step']}",
                 **{key: row[key] for key in ("step", "tokens", "learning_rate")},
             )
-            for row in own
+            for row in of_run
         ]
         chained = second if trained.name == "stage2" else {}
         runs.append(
@@ -162,8 +162,8 @@ def test_figures_have_stages_after_each_other(joined, tmp_path):
 
 def test_a_forecast_starts_from_the_stage_that_holds_the_rate(joined):
     directory, study, rows = joined
-    (cooldown,) = Source(study, [Row.of(row) for row in rows], directory).cooldowns(SPEC)
-    assert [tokens for tokens, _ in cooldown.past] == [step * PER_STEP for step in STEPS[:4]]
+    (cooldown,) = MeasuredStudy(study, [Row.of(row) for row in rows], directory).cooldowns(SPEC)
+    assert cooldown.tokens == STEPS[3] * PER_STEP
     assert cooldown.tokens_end == 400 * PER_STEP
     assert cooldown.stem.endswith("stage1")
 
@@ -181,7 +181,7 @@ def test_what_no_source_states_is_empty_in_the_table(tmp_path, joined):
 
     # MLflow, which takes no metric without a step, has it at 0
     known = Row.of({**row, COLUMN: 0.5})
-    (metrics,) = table_stream([known], Stream([], []), run.total_steps).metrics
+    (metrics,) = table_stream([known], MetricStream([], []), run.total_steps).metrics
     assert {(metric.key, metric.step) for metric in metrics} >= {(COLUMN, 0)}
 
 

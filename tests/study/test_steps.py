@@ -1,13 +1,22 @@
 """The steps of a study: a graph of commands, each with what it reads and the files it leaves."""
 
+import json
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
-from dynamics.recipes import RECIPES
-from dynamics.recipes import resolve as resolve_recipe
-from study.pipeline.step import Machine, Step, batches, resolve, shared
-from study.pipeline.steps import steps_of
+from base.errors import UserError
+from study.definition import KINDS, load_study
+from study.measurements.tasks import TasksSettings
+from study.paths import last_model
+from study.recipes.resolve import resolve as resolve_recipe
+from study.recipes.resolve import whole_recipes
+from study.results.collect import collect_rows
+from study.results.table import read_table, schema_of, write_table
+from study.step import Machine, Step, batches, resolve, shared
+from study.steps import steps_of
+from tests.sealing import reseal
 from tests.study.ablation import tiny as four_peaks
 
 
@@ -21,9 +30,7 @@ def by_name(tiny):
     return {step.name: step for step in steps_of(tiny)}
 
 
-PROFILES = [
-    (name, profile) for name in RECIPES for profile in ("full", "smoke") if name != "trajectory"
-]
+PROFILES = [(name, profile) for name in whole_recipes() for profile in ("full", "smoke")]
 
 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
@@ -117,6 +124,11 @@ def test_a_soup_is_made_of_exports_and_quantized_as_they_are(by_name):
     }, "curvature is not measured of averages"
 
 
+def options_in(words: Sequence[str]) -> dict[str, str]:
+    """Options that each take a value."""
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
 def test_methods_and_blocks_are_measured_of_the_last_checkpoint_as_every_other(by_name):
     last, quantize = "lr3e-3/hf/step00000640", by_name["quantize-lr3e-3-step00000640-gptq-b3-g32"]
     blocks = by_name["blocks-lr3e-3"]
@@ -129,12 +141,16 @@ def test_methods_and_blocks_are_measured_of_the_last_checkpoint_as_every_other(b
     by_block = tuple(f"gptq-b{bits}-g32" for bits in (3, 4, 8))
     places = [f"{last}/blocks/{spec}" for spec in by_block]
     asked = [word for spec in by_block for word in ("--spec", spec)]
-    outs = [word for place in places for word in ("--out", f"{{study}}/{place}")]
-    fewer = ["16384" if word == "32768" else word for word in quantize.tail]  # tokens
-    assert fewer[-2:] == ["--calibration-seeds", "3"]  # block by block there is one draw
+    outs = [word for directory in places for word in ("--out", f"{{study}}/{directory}")]
     head = ("{launch}", "-m", "quant_eval", "run", f"{{study}}/{last}")
-    assert list(blocks.command) == [*head, *asked, *fewer[:-2], "--per-block", "--dense", *outs]
-    assert blocks.outputs == tuple(f"{place}/result.json" for place in places)
+    options = options_in(quantize.tail)
+    fewer = {"--eval-tokens": "16384", "--calibration-seeds": "1"}  # one draw, block by block
+    assert blocks.command[: len(head) + len(asked)] == (*head, *asked)
+    assert blocks.command[-len(outs) :] == tuple(outs)
+    of_blocks = blocks.command[len(head) + len(asked) : -len(outs)]
+    assert of_blocks[-2:] == ("--per-block", "--dense")
+    assert options_in(of_blocks[:-2]) == options | fewer
+    assert blocks.outputs == tuple(f"{directory}/result.json" for directory in places)
     # the report compares document by document what the table only sums
     assert {quantize.name, blocks.name, "methods-lr3e-3-int8-t6"} <= set(by_name["report"].after)
 
@@ -146,7 +162,7 @@ def test_steps_and_slice_are_of_the_last_checkpoint_and_what_its_blocks_left(by_
     for step, command, given in ((along, "step", quantized), (plane, "slice", quantized[:1])):
         assert step.command[:5] == ("{launch}", "-m", "curvature", command, f"{{study}}/{last}")
         named = [after for word, after in pairwise(step.command) if word == "--quantized"]
-        assert named == [f"{{study}}/{place}" for place in given]
+        assert named == [f"{{study}}/{directory}" for directory in given]
         assert {"export-lr1e-2-step00000640", "prepare-held_out", blocks.name} <= set(step.after)
         assert set(blocks.outputs) <= set(step.reads)
         assert step.name in by_name["report"].after
@@ -245,8 +261,99 @@ def test_the_largest_eigenvalue_is_asked_for_or_left_out():
     assert len(seven) == 4 * 18 + 7 * 8 + 2 + 3 * 3
     for step in seven:
         assert "--no-lambda-max" in step.command
-        assert not {"--tolerance", "--max-iterations", "--fixed-sequences"} & set(step.command)
     measurement = next(
         step for step in steps_of(resolve_recipe("olmo2-1b-lr", "full")) if step.kind == "curvature"
     )
+    assert "--lambda-max" in measurement.command
     assert measurement.command[measurement.command.index("--max-iterations") + 1] == "16"
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "olmo2-7b-lr"])
+def test_what_the_table_reads_is_what_a_step_leaves(recipe):
+    study = resolve_recipe(recipe, "full")
+    outputs = {output: step.kind for step in steps_of(study) for output in step.outputs}
+    columns = set(schema_of(study).names)
+    for kind, settings in study.measurements:
+        assert columns.issuperset(kind.columns(settings))
+        for run in study.runs:
+            if (kind, settings) not in study.measured(run)[last_model(run)]:
+                others = study.detailed == "first seed" and run != study.group_of(run).runs[0]
+                assert run.name in study.controls or others
+                continue
+            results = kind.results(settings, run.name, last_model(run))
+            assert {outputs[path] for path in results} <= {kind.name}
+    assert {step.kind for step in steps_of(study)} >= {kind.name for kind, _ in study.measurements}
+    assert len({kind.name for kind, _ in KINDS}) == len(KINDS)
+
+
+def test_tasks_are_measured_at_the_end_and_read_into_the_table(study_dir, study):
+    tasks = TasksSettings(specs=("gptq-b3-g32",), tasks="piqa,sciq", shots=2, limit=9)
+    changed = study.model_copy(update={"tasks": tasks})
+    steps = [step for step in steps_of(changed) if step.kind == "tasks"]
+    assert len(steps) == 4
+    command = " ".join(steps[0].command)
+    assert command.startswith(
+        "{launch} -m quant_eval tasks {study}/lr1e-3/hf/step00000640 --spec gptq-b3-g32 --"
+    )
+    assert "--tasks piqa,sciq --shots 2 --limit 9 --device {device}" in command
+    assert "--calibration {study}/data/calibration" in command
+    path = study_dir / "lr1e-3/hf/step00000640/tasks/gptq-b3-g32/result.json"
+    assert study_dir / steps[0].outputs[0] == path
+    path.parent.mkdir(parents=True)
+    figures = {"accuracy": 0.5, "accuracy_quantized": 0.4, "degradation": 0.2}
+    intervals = {"degradation": [0.1, 0.3], "accuracy": None}
+    measured = {"tasks": {"piqa": figures}, "mean": figures | {"intervals": intervals}}
+    model, spec = {"path": str(path.parents[2])}, {"name": "gptq-b3-g32", "tasks": ["piqa"]}
+    reseal(path, {"model": model, "spec": spec, "measured": measured})
+    rows = collect_rows(study_dir, changed).rows
+    row = next(row for row in rows if (row.run, row.step, row.average) == ("lr1e-3", 640, None))
+    column = "tasks/gptq-b3-g32"
+    assert (row[f"{column}/degradation_low"], row[f"{column}/accuracy_low"]) == (0.1, None)
+    assert (row[f"{column}/piqa/accuracy_quantized"], row[f"{column}/sciq/accuracy"]) == (0.4, None)
+
+
+def test_methods_without_calibration_wait_for_no_calibration_text():
+    """They name it where they share a process with methods that read it."""
+    for profile, named in (("full", True), ("smoke", False)):
+        steps = [
+            step for step in steps_of(resolve_recipe("tiny", profile)) if step.kind == "methods"
+        ]
+        assert len({step.process for step in steps if step.run == steps[0].run}) == 1
+        for step in steps:
+            assert ("--calibration" in step.command) is named
+            needed = step.specs[1].startswith(("gptq", "awq", "nvfp4"))
+            assert ("data/calibration.json" in step.reads) is needed
+
+
+def test_a_table_of_an_older_version_has_its_new_columns_empty(study_dir, study, tmp_path):
+    write_table(tmp_path, study, collect_rows(study_dir, study).rows)
+    tasks = TasksSettings(specs=("gptq-b3-g32",), tasks="piqa")
+    newer = study.model_copy(update={"tasks": tasks})
+    for row in read_table(tmp_path, newer):
+        assert row["tasks/gptq-b3-g32/piqa/accuracy"] is None
+        assert row["weight_decay"] == row.weight_decay == 0.1
+        assert (row.engine, row.seed, row.batch_size) == ("megatron", 6198, 16)
+
+
+def test_a_result_of_an_older_version_has_its_new_columns_empty(study_dir, study):
+    path = study_dir / "lr1e-3/hf/step00000064/quant/gptq-b3-g32/result.json"
+    content = json.loads(path.read_text())
+    del content["measured"]["top1_agreement"], content["measured"]["intervals"]["kl_divergence"]
+    reseal(path, content)
+    row = collect_rows(study_dir, study).rows[0]
+    assert row["quant/gptq-b3-g32/top1_agreement"] is None
+    assert row["quant/gptq-b3-g32/kl_divergence_low"] is None
+    assert row["quant/gptq-b3-g32/kl_divergence"] == content["measured"]["kl_divergence"]
+
+
+def test_a_study_of_another_version_is_refused_with_what_writes_it_anew(study_dir):
+    path = study_dir / "study.json"
+    reseal(path, json.loads(path.read_text()) | {"heading": "peak"})
+    with pytest.raises(UserError, match="unknown key 'heading'; run the recipe again"):
+        load_study(study_dir)
+
+
+def test_a_study_that_is_not_text_is_refused_the_same_way(study_dir):
+    (study_dir / "study.json").write_bytes(b'{"name": "\xff')
+    with pytest.raises(UserError, match=r"study.json is not valid JSON .*; run the recipe again"):
+        load_study(study_dir)

@@ -75,6 +75,6 @@ def budgets(study: Study) -> Study:
             ("cosine", cosine, {"save_steps": (end // 4, end // 2, end)}),
         )
         for name, schedule, changed in kinds:
-            own = {"name": f"{name}{end}", "schedule": schedule, "total_steps": end, **changed}
-            runs.append(stable.model_copy(update=own))
+            changes = {"name": f"{name}{end}", "schedule": schedule, "total_steps": end, **changed}
+            runs.append(stable.model_copy(update=changes))
     return _bare(study, name="budgets", runs=tuple(runs))

@@ -57,7 +57,7 @@ class Attempt:
                     batch_of(step).of_replica(self.engine.replica),
                     learning_rate(self.run, step),
                     StepResult.is_finite,
-                )
+                ).figures.values()
             )
             for step in range(first, last + 1)
         ]

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from base import stopping
 from train.averages import Averages
-from train.data.batches import Batch, Replica, RunData
+from train.data.batches import Batch, Replica
 from train.data.documents import TextFile
+from train.run_data import RunData
 
 NAMES = ("STEP", "SAVE", "SOURCE", "UNTIL")
 STEP, SAVE, SOURCE, UNTIL = (f"QUANTDYN_TEST_STALLED_{name}" for name in NAMES)

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.runs import draw_weights, make_run, ranks
 from train.model.accumulation import SummedLayerNorm, add_product, embedded, sums_like
-from train.model.config import ModelConfig
-from train.model.families import hf_settings
+from train.model.config import ModelConfig, hf_settings
 from train.model.initialization import initial_parameter
 from train.run.config import RunConfig, load_run
 

@@ -11,11 +11,11 @@ from base.files import write_json
 from base.frozen import fingerprint
 from tests.runs import error_line, make_run, python
 from tests.train.trajectories import flip_a_byte, numbers, tree
-from train.data.batches import open_data
 from train.run.branching import check_parent
 from train.run.config import BranchFrom, RunConfig, load_run
 from train.run.directory import RunDirectory, read_checkpoint_record
 from train.run.optimization import Anneal, Lawa
+from train.run_data import open_data
 
 
 def make_branch(directory, parent, inputs, **changes) -> RunConfig:

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tests.runs import environment, error_line, python
 from tests.sealing import reseal
 from train.data.corpus import NpyCorpus, _map_bin, check_vocabulary, open_corpus, open_source
 from train.data.indexing import index
-from train.data.manifest import verify
+from train.data.manifest import NpyManifest, verify
 
 
 def test_megatron_reads_our_files(train_prefix):
@@ -94,6 +95,12 @@ def test_bad_token_files_are_refused(tmp_path, train_prefix):
             (tmp_path / "copy.json").write_text(content)
         with pytest.raises(UserError, match=complaint):
             open_source(tmp_path / "copy")
+
+
+def indexed(paths: list[Path], out: Path, **settings: Any) -> NpyManifest:
+    """The manifest of some files of uint32 tokens, 0 to 299, or of other settings."""
+    defaults: dict[str, Any] = {"dtype": "uint32", "vocab_size": 300, "eos_token_id": 0}
+    return index(paths, out, tokenizer_sha256="", **(defaults | settings))
 
 
 LENGTHS = (70, 5, 64, 33)  # with sequences of 16: 4, 0, 4 and 2 of them
@@ -175,14 +182,7 @@ def test_a_file_of_another_type_or_vocabulary_is_not_indexed(
     """Trained on, each would be halves of tokens, or pairs of them."""
     content.tofile(tmp_path / "a.npy")
     with pytest.raises(UserError, match=words):
-        index(
-            [tmp_path / "a.npy"],
-            tmp_path / "mix",
-            dtype=dtype,
-            vocab_size=vocab_size,
-            eos_token_id=0,
-            tokenizer_sha256="",
-        )
+        indexed([tmp_path / "a.npy"], tmp_path / "mix", dtype=dtype, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize(("dtype", "vocab_size"), [("<u2", 65_536), ("<u4", 65_537)])
@@ -190,27 +190,18 @@ def test_every_token_of_a_type_is_indexed(tmp_path, dtype, vocab_size):
     """Most halves of the tokens of a small vocabulary are zero, but not every second one."""
     tokens = np.concatenate([np.arange(256), np.zeros(4096), np.arange(vocab_size)])
     tokens.astype(dtype).tofile(tmp_path / "a.npy")
-    manifest = index(
+    manifest = indexed(
         [tmp_path / "a.npy"],
         tmp_path / "mix",
         dtype="uint16" if dtype == "<u2" else "uint32",
         vocab_size=vocab_size,
-        eos_token_id=0,
-        tokenizer_sha256="",
     )
     assert manifest.tokens == len(tokens)
 
 
 def test_relative_paths_start_at_the_manifest(npy_files, tmp_path, monkeypatch):
     monkeypatch.chdir(npy_files[0].parent)
-    manifest = index(
-        [Path(path.name) for path in npy_files],
-        tmp_path / "a" / "mix",
-        dtype="uint32",
-        vocab_size=300,
-        eos_token_id=0,
-        tokenizer_sha256="",
-    )
+    manifest = indexed([Path(path.name) for path in npy_files], tmp_path / "a" / "mix")
     monkeypatch.chdir("/")
     corpus = open_source(tmp_path / "a" / "mix")
     assert corpus.num_sequences(16) == 10
@@ -236,28 +227,14 @@ def test_what_is_no_token_file_is_not_indexed(npy_files, tmp_path):
         (tmp_path, "is not a file"),
     ):
         with pytest.raises(UserError, match=complaint):
-            index(
-                [npy_files[0], path],
-                tmp_path / "bad",
-                dtype="uint32",
-                vocab_size=300,
-                eos_token_id=0,
-                tokenizer_sha256="",
-            )
+            indexed([npy_files[0], path], tmp_path / "bad")
     (tmp_path / "made.bin").touch()
     for name, eos, complaint in (
         ("made", 0, "choose another --out"),
         ("bad", 300, "--eos 300 is outside"),
     ):
         with pytest.raises(UserError, match=complaint):
-            index(
-                npy_files,
-                tmp_path / name,
-                dtype="uint32",
-                vocab_size=300,
-                eos_token_id=eos,
-                tokenizer_sha256="",
-            )
+            indexed(npy_files, tmp_path / name, eos_token_id=eos)
     assert not list(tmp_path.glob("*.json"))
 
 
@@ -272,14 +249,7 @@ def test_a_trillion_tokens_are_opened_without_reading_them(tmp_path):
     with paths[-1].open("r+b") as file:
         file.seek((per_file - 1) * 4096 * 4)
         file.write(last.tobytes())
-    index(
-        paths,
-        tmp_path / "mix",
-        dtype="uint32",
-        vocab_size=100278,
-        eos_token_id=0,
-        tokenizer_sha256="",
-    )
+    indexed(paths, tmp_path / "mix", vocab_size=100278)
     tracemalloc.start()
     corpus = open_source(tmp_path / "mix", verify_hashes=True)
     assert corpus.num_sequences(4096) == 1000 * per_file

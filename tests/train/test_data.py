@@ -13,12 +13,13 @@ from base.errors import UserError
 from base.files import sha256_of
 from tests.runs import make_run
 from tests.sealing import reseal
-from train.data.batches import Replica, RunData, batch, open_data
+from train.data.batches import Replica, batch
 from train.data.config import DataConfig, RepetitionFilter
 from train.data.corpus import open_corpus
 from train.data.indexing import index
 from train.data.prepare import prepare
 from train.run.directory import RunDirectory
+from train.run_data import RunData, open_data
 
 LENGTH = 32
 

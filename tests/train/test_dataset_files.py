@@ -70,21 +70,20 @@ def test_reading_imports_no_torch_and_takes_it_from_nobody(dataset):
     assert done.stdout.splitlines() == ["['text 2.0', 'text 2.1'] False", "True"]
 
 
-@pytest.mark.parametrize("files", ["0", "6", "3-2", "0-1"])
-def test_files_that_are_not_there_are_refused(dataset, files):
-    with pytest.raises(UserError, match="the dataset has files 1 to 5"):
-        parse_source(f"dataset:{dataset}:::{files}")
+NOT_THERE, NO_RANGE = "the dataset has files 1 to 5", "is not a range of files; write such as 2"
 
 
 @pytest.mark.parametrize(
-    "files", ["a", "1-", "-1", "1,2", "1-2-3", " 1", "1\n", "\u0661", "1" * 10]
+    ("text", "words"),
+    [
+        *((f"dataset:{{}}:::{files}", NOT_THERE) for files in ("0", "6", "3-2", "0-1")),
+        *(
+            (f"dataset:{{}}:::{files}", NO_RANGE)
+            for files in ("a", "1-", "-1", "1,2", "1-2-3", " 1", "1\n", "\u0661", "1" * 10)
+        ),
+        *((text, "is not a dataset") for text in ("dataset:", "dataset::en", "dataset:a:b:c:1:2")),
+    ],
 )
-def test_what_is_no_range_is_refused(dataset, files):
-    with pytest.raises(UserError, match="is not a range of files; write such as 2"):
-        parse_source(f"dataset:{dataset}:::{files}")
-
-
-@pytest.mark.parametrize("text", ["dataset:", "dataset::en", "dataset:a:b:c:1:2"])
-def test_what_names_no_dataset_is_refused(text):
-    with pytest.raises(UserError, match="is not a dataset"):
-        parse_source(text)
+def test_what_names_no_files_of_a_dataset_is_refused(dataset, text, words):
+    with pytest.raises(UserError, match=words):
+        parse_source(text.format(dataset))

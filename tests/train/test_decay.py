@@ -13,8 +13,8 @@ from base.errors import UserError
 from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import draw_weights, make_run, ranks
 from tests.train.test_reference import differentiate, plain_model
+from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig, load_run, with_settings
-from train.run.optimization import OptimizerConfig
 from train.run.schedules import learning_rate
 
 DRAWN = torch.Generator().manual_seed(5)
@@ -125,7 +125,7 @@ def test_rules_of_decay_equal_a_plain_loop(tmp_path, inputs):
         names = []
         for rule, strength in SETTINGS.items():
             settings = {"peak_lr": 1e-2, "decay": rule, "weight_decay": strength}
-            optimizer = OptimizerConfig.model_validate(settings)
+            optimizer = AdamW.model_validate(settings)
             directory = tmp_path / f"{engine}-{rule}"
             run = make_run(directory, **inputs, tensor=tensor, engine=engine, optimizer=optimizer)
             expected[directory.name] = run

@@ -17,18 +17,18 @@ from tests.probes import largest_error, plain_probe
 from tests.runs import draw_weights, ranks
 from train.data.batches import Batch
 from train.data.config import DataConfig
-from train.model.config import ModelConfig
-from train.model.families import hf_settings
+from train.model.config import ModelConfig, hf_settings
 from train.model.initialization import initial_parameter
+from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig, dump_run, load_run
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
-from train.run.optimization import ConstantPhase, OptimizerConfig, ScheduleConfig
+from train.run.optimization import ConstantPhase, ScheduleConfig
 from train.run.parallel import ZeroConfig
 from train.run.schedules import learning_rate
 
 LENGTH, BATCH, VOCABULARY = 16, 8, 64
-PLAINLM = OptimizerConfig(peak_lr=1e-3, undecayed=("bias", "norm"), z_loss=0.0)
+PLAINLM = AdamW(peak_lr=1e-3, undecayed=("bias", "norm"), z_loss=0.0)
 
 
 def small_run(
@@ -54,7 +54,7 @@ def small_run(
         "data": DataConfig(
             train="-", held_out="-", tokenizer="-", sequence_length=LENGTH, held_out_sequences=1
         ),
-        "optimizer": OptimizerConfig(peak_lr=1e-3),
+        "optimizer": AdamW(peak_lr=1e-3),
         "schedule": ScheduleConfig(warmup_tokens=4 * BATCH * LENGTH, phase=ConstantPhase()),
         "zero": ZeroConfig.model_validate({"stage": stage}),
         "total_steps": 50,
@@ -111,13 +111,13 @@ def train_all(runs_json: str, out: str) -> None:
     """Worker, on every rank: train runs one after another; rank 0 writes their reports."""
     import torch.distributed as dist
 
-    from train.deepspeed import settings
+    from train.deepspeed import setup
     from train.deepspeed.engine import DeepSpeedEngine
     from train.distributed import start
     from train.engine import StepResult
     from train.observing import forward_figures, observed_step
 
-    settings.BUCKET_ELEMENTS = 10_000  # several buckets a step
+    setup.BUCKET_ELEMENTS = 10_000  # several buckets a step
     # It reads positions on the host: every microbatch would wait for the GPU.
     mock.patch("transformers.masking_utils.find_packed_sequence_indices", None).start()
     device, reports = start(), {}
@@ -134,7 +134,7 @@ def train_all(runs_json: str, out: str) -> None:
                 learning_rate(run, step),
                 StepResult.is_finite,
             )
-            rows.append(list(result))
+            rows.append([result.loss, result.metrics["z_loss"], result.grad_norm])
         figures |= forward_figures(engine, first_sequences(2))
         probes.append(engine.probe(batch_of(1).tokens_BS[:2, :-1]))
         assert all(bool(probe) == (dist.get_rank() == 0) for probe in probes)
@@ -322,7 +322,7 @@ def test_deepspeed_knows_every_setting():
     from deepspeed.runtime import constants, precision_config
     from deepspeed.runtime.zero import config as zero_config
 
-    from train.deepspeed.settings import deepspeed_config
+    from train.deepspeed.setup import deepspeed_config
 
     config = deepspeed_config(RUNS["stage1"], 2)
     assert config["gradient_accumulation_steps"] == 2

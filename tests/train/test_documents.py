@@ -61,7 +61,7 @@ def figures(run_dir: str, hf_dir: str, out: str) -> None:
     own = batch().of_replica(engine.replica)
     seen = engine.train_step(own, 1.0, lambda _: False)
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps([*seen, engine.evaluate(own)]))
+        Path(out).write_text(json.dumps(seen.figures | {"held_out": engine.evaluate(own)}))
     else:
         engine.evaluate(own)
     check_observed_figures(engine)
@@ -133,7 +133,7 @@ def test_documents_are_trained_on_as_if_alone(tmp_path, inputs, tokenizer_dir, s
     worker = "tests.train.test_documents", str(tmp_path / "run"), str(hf_dir)
     done = ranks(2, *worker, str(tmp_path / "figures.json"))
     assert done.returncode == 0, done.stderr[-3000:]
-    loss, z, norm, fraction, held_out = json.loads((tmp_path / "figures.json").read_text())
+    seen = json.loads((tmp_path / "figures.json").read_text())
 
     from transformers import Olmo2ForCausalLM
 
@@ -145,11 +145,11 @@ def test_documents_are_trained_on_as_if_alone(tmp_path, inputs, tokenizer_dir, s
     ((cross_entropy + z_loss)[counted_BS].sum() / counted_BS.numel()).backward()
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     expected_norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-    assert fraction == counted_BS.double().mean().item()
-    assert loss == pytest.approx(cross_entropy[counted_BS].mean().item(), abs=1e-5)
-    assert held_out == pytest.approx(loss, rel=1e-6)
-    assert z == pytest.approx(z_loss[counted_BS].mean().item(), rel=1e-5)
-    assert norm == pytest.approx(expected_norm, rel=1e-5)
+    assert seen["counted_fraction"] == counted_BS.double().mean().item()
+    assert seen["loss"] == pytest.approx(cross_entropy[counted_BS].mean().item(), abs=1e-5)
+    assert seen["held_out"] == pytest.approx(seen["loss"], rel=1e-6)
+    assert seen["z_loss"] == pytest.approx(z_loss[counted_BS].mean().item(), rel=1e-5)
+    assert seen["grad_norm"] == pytest.approx(expected_norm, rel=1e-5)
     with torch.no_grad():
         apart = logits - model(whole.tokens_BS[:, :-1]).logits
     assert apart.abs().max() > 0.1, "the mask would change nothing"

@@ -1,6 +1,7 @@
 """The families' shapes and configurations against transformers' own models."""
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.model.config import ModelConfig
-from train.model.families import hf_settings, parameter_shapes
+from tests.runs import PROJECT, execute
+from train.model.config import ModelConfig, hf_settings, parameter_shapes
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -107,3 +108,10 @@ def test_released_models_have_their_published_sizes(settings, parameters):
         sum(math.prod(shape) for shape in parameter_shapes(ModelConfig(**settings)).values())
         == parameters
     )
+
+
+def test_the_table_is_read_without_torch_and_transformers():
+    """Help and refusals read it, which should not wait seconds."""
+    code = "import sys, train.model.families; print({'torch', 'transformers'} & sys.modules.keys())"
+    done = execute([sys.executable, "-c", code], cwd=PROJECT)
+    assert done.stdout == "set()\n", done.stderr

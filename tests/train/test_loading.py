@@ -7,7 +7,7 @@ from ckpt_tools.checkpoint import open_weights, verified_record
 from ckpt_tools.formats.megatron_shards import MegatronWeights
 from ckpt_tools.formats.weights import read_whole
 from tests.runs import ranks
-from train.model.families import parameter_shapes
+from train.model.config import parameter_shapes
 from train.run.config import load_run
 from train.run.directory import RunDirectory
 

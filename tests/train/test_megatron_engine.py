@@ -17,8 +17,9 @@ from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import draw_weights, make_run, python, ranks
 from train.engine import Engine
 from train.model.config import ModelConfig
+from train.optimizers.adamw import AdamW
 from train.run.config import load_run
-from train.run.optimization import Lawa, OptimizerConfig
+from train.run.optimization import Lawa
 
 DRAWN = torch.Generator().manual_seed(5)
 BATCHES = [torch.randint(0, 320, (8, 33), generator=DRAWN) for _ in range(6)]
@@ -218,7 +219,7 @@ def hashes(directory: Path) -> dict[str, str]:
     ids=["data parallel, fp32", "tensor parallel, bf16"],
 )
 def test_verbs(tmp_path, inputs, settings):
-    optimizer = OptimizerConfig(peak_lr=RATE, weight_decay=DECAY, undecayed=("norm", "lm_head"))
+    optimizer = AdamW(peak_lr=RATE, weight_decay=DECAY, undecayed=("norm", "lm_head"))
     averages = (Lawa(interval_steps=1, window=2),)
     settings |= {"model": MODEL, "optimizer": optimizer, "averages": averages}
     run = make_run(tmp_path / "run", **inputs, **settings)

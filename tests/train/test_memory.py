@@ -19,8 +19,7 @@ from train.data.batches import Batch
 from train.data.config import DataConfig
 from train.engine import Engine
 from train.engines import build_engine
-from train.model.config import ModelConfig
-from train.model.families import hf_settings
+from train.model.config import ModelConfig, hf_settings
 from train.model.presets import OLMO2_7B
 from train.planning.memory import checkpoint_bytes, layer_activation_bytes, rank_memory
 from train.run.config import RunConfig, load_run
@@ -35,7 +34,7 @@ PATHS: dict[str, Any] = {
 }
 AVERAGES = (Lawa(interval_steps=1, window=2), Ema(decay=0.9))
 STATE = (
-    *("weights", "gradients, fp32", "main weights, fp32", "Adam's moments, fp32"),
+    *("weights", "gradients, fp32", "main weights, fp32", "optimizer states, fp32"),
     "averages, fp32",
 )
 TENSOR_FILE_BYTES = 2500  # torch's archive takes just below 2 kB around every stored tensor
@@ -113,8 +112,8 @@ def bytes_held(
         "main weights, fp32": [
             tensor for tensor in updated.values() if not storages([tensor]) & storages(parameters)
         ],
-        "Adam's moments, fp32": [
-            state[name] for state in states.values() for name in ("exp_avg", "exp_avg_sq")
+        "optimizer states, fp32": [
+            state[name] for state in states.values() for name in run.optimizer.STATES
         ],
         "averages, fp32": [part for name in slot_names(run) for part in engine.slot(name)],
     }

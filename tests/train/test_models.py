@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from train.model import presets
-from train.model.families import hf_settings, parameter_shapes
+from train.model.config import hf_settings, parameter_shapes
 from train.planning.flops import flops_per_token, peak_flops
 
 

@@ -12,9 +12,8 @@ from tests.runs import make_run, ranks
 from tests.train.test_decay import BATCHES, read
 from tests.train.test_reference import differentiate, plain_model
 from train.model.config import ModelConfig
-from train.muon import orthogonalized
+from train.optimizers.muon import Muon, orthogonalized
 from train.run.config import RunConfig
-from train.run.optimization import OptimizerConfig
 from train.run.schedules import learning_rate
 
 # On two data-parallel ranks, half of three layers ends inside a matrix.
@@ -86,7 +85,7 @@ def test_muon_equals_a_plain_loop_at_every_layout(tmp_path, inputs):
     """
     muon: dict[str, Any] = {
         "model": MODEL,
-        "optimizer": OptimizerConfig(peak_lr=1e-2, matrices="muon"),
+        "optimizer": Muon(peak_lr=1e-2),
     }
     out, last = str(tmp_path / "out"), {}
     for engine in ("megatron", "deepspeed"):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import make_run, ranks
-from train.model.config import ModelConfig
-from train.model.families import parameter_shapes
+from train.model.config import ModelConfig, parameter_shapes
 from train.run.config import load_run
 from train.run.optimization import Ema
 
@@ -46,7 +45,7 @@ def load(run_dir: str, checkpoint: str, out: str) -> None:
 
     engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
     engine.load(Path(checkpoint))
-    assert engine._state.steps == 7
+    assert engine._state.inner_optimizer.steps == 7
     for piece in engine._state.pieces:
         tensors = engine._state._tensors(piece)
         assert tensors.keys() == FACTORS.keys()

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from base.errors import UserError
+from train.data.batches import repetitive
 from train.data.config import RepetitionFilter
 from train.data.order import Order, permute
-from train.data.repetition import repetitive
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000, 4097])

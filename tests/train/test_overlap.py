@@ -14,8 +14,9 @@ from base.files import write_json
 from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import draw_weights, make_run, ranks
 from train.engine import Engine
+from train.optimizers.adamw import AdamW
 from train.run.config import load_run
-from train.run.optimization import Lawa, OptimizerConfig
+from train.run.optimization import Lawa
 
 DRAWN = torch.Generator().manual_seed(5)
 BATCHES = [torch.randint(0, 320, (8, 33), generator=DRAWN) for _ in range(4)]
@@ -39,7 +40,7 @@ class Rank:
 
     def step(self, index: int, *, accepted: bool = True) -> None:
         self.figures.append(
-            self.engine.train_step(self.batch(index), 1e-2, lambda _: accepted)._asdict()
+            self.engine.train_step(self.batch(index), 1e-2, lambda _: accepted).figures
         )
 
     def evaluate(self) -> None:
@@ -137,7 +138,7 @@ def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline):
     """
     settings: dict[str, Any] = {
         "micro_batch_size": 2,
-        "optimizer": OptimizerConfig(peak_lr=1e-2, clip_grad_norm=1e6),
+        "optimizer": AdamW(peak_lr=1e-2, clip_grad_norm=1e6),
         "averages": (Lawa(interval_steps=1, window=2),),
     }
     run = make_run(tmp_path, **inputs, **settings, layers=4, pipeline=pipeline)

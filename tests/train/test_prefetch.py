@@ -14,7 +14,7 @@ from tests.waiting import HANG_SECONDS
 from train.data.batches import Batch, Replica
 from train.data.config import DataConfig
 from train.data.indexing import index
-from train.prefetch import STEPS_AHEAD, Prefetch
+from train.run_data import STEPS_AHEAD, Prefetch
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 24, 25])

@@ -12,9 +12,14 @@ import pytest
 import zstandard
 
 from base.errors import UserError
-from train.data.documents import DatasetPart, TextFile, check_given_once, parse_source
+from train.data.documents import (
+    DatasetPart,
+    TextFile,
+    check_given_once,
+    parse_source,
+    read_documents,
+)
 from train.data.prepare import prepare
-from train.data.reading import read_documents
 
 TEXTS = ["one \u2028 two \u0085 three", " ", "caf\u00e9\x0b\x0c\x1c", "last"]
 OBJECTS = [{"text": text, "meta": {"n": number}} for number, text in enumerate(TEXTS)]
@@ -120,6 +125,12 @@ def table(**columns: object) -> bytes:
         ("part-00000", LINES[0].encode(), "holds lines of JSON"),
         ("a.txt", POINTER, "a.txt is a Git LFS pointer"),
         ("a.jsonl.gz", POINTER, "a.jsonl.gz is a Git LFS pointer"),
+        ("a.txt.gz", gzip.compress(b"abc" * 10_000)[:-20], "a.txt.gz is damaged"),
+        ("a.txt.zst", zstandard.compress(b"abc" * 10_000)[:-9], "a.txt.zst is damaged"),
+        ("a.jsonl.zst", PLAIN, "a.jsonl.zst is damaged"),
+        ("a.parquet", table(text=["a"])[:-20], "a.parquet is damaged"),
+        ("a.parquet.gz", gzip.compress(table(text=["a"])), "is compressed twice"),
+        ("a.jsonl", b'{"text": "\\ud800"}', ":1: 'text' is not a string of valid Unicode"),
         ("a.jsonl.zst", zst_of_window(31), "needs a window of 2 GB to be decompressed"),
         ("a.jsonl.zst", zst_of_window(28), "needs a window of 256 MB to be decompressed"),
         ("a.csv", b"text\na\n", "a.csv is a table; write it as .parquet or .jsonl"),

@@ -135,7 +135,7 @@ def test_settings_make_another_run(tmp_path, inputs):
     assert changed.name == "run-peak_lr=6e-4-total_steps=20"
     assert fingerprint(changed) != fingerprint(run)
     for setting in ("optimizer.lr=1", "peak_lr=1", "optimizer.peak_lr", "name=x", "factors={}"):
-        with pytest.raises(UserError, match="no such key"):
+        with pytest.raises(UserError, match="no such setting"):
             with_settings(run, [setting])
     with pytest.raises(UserError, match="peak_lr"):
         with_settings(run, ["optimizer.peak_lr=fast"])

@@ -19,19 +19,19 @@ from ckpt_tools.export import export
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
 from dynamics.recipes.demo import MODEL as DEMO
-from quant_eval.specs import QuantSpec, parse_spec
+from quant_eval.quantizer import ColumnSpec, GridSpec
+from quant_eval.specs import parse_spec
 from tests.conftest import LAYOUTS
 from tests.quant_eval.gptq_reference import eliminate_columns, grid_points
+from tests.quant_eval.specs import grid_spec
 from tests.runs import make_run, python, ranks
 from tests.train.trajectories import numbers, shard_hashes
-from train.data.corpus import open_corpus
-from train.data.corpus_writer import commit_corpus, join_pieces
+from train.data.corpus import commit_corpus, join_pieces, open_corpus
 from train.forward_record import LinearRecord
-from train.model.config import ModelConfig
-from train.model.families import hf_settings, residual_linears
+from train.model.config import ModelConfig, hf_settings, residual_linears
 from train.model.presets import PYTHIA_160M
 from train.planning.report import print_plans
-from train.rounding import output_errors
+from train.rounding import load_rounding, output_errors
 from train.run.config import RunConfig, load_run
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
@@ -115,7 +115,8 @@ def test_a_dead_linear_has_no_output_error_and_stops_nothing():
     """Inputs that are all zero: its outputs are 0 whatever its weights become."""
     record = LinearRecord.of(torch.randn(8, 32, generator=torch.Generator().manual_seed(0)))
     record.inputs.add(torch.zeros(5, 32))
-    errors = output_errors(record, "a linear", ProbeConfig(every_steps=1, group_size=16))
+    settings = ProbeConfig(every_steps=1, group_size=16)
+    errors = output_errors(record, "a linear", settings, load_rounding())
     assert set(errors.values()) == {0.0}
     assert len(errors) == 4
 
@@ -141,7 +142,7 @@ def test_output_errors_are_those_of_the_exported_model(probed, tmp_path):
             model(tokens_BS[:, :-1])
         handle.remove()
         inputs_NI, weight_OI = seen[0].flatten(0, 1).double(), linear.weight.detach().double()
-        for spec in (parse_spec(name) for name in (*SPECS, "gptq-b3-g16", "gptq-b4-g16")):
+        for spec in (grid_spec(name) for name in (*SPECS, "gptq-b3-g16", "gptq-b4-g16")):
             rounded_OI = by_definition(weight_OI, inputs_NI, spec)
             outputs_NO = inputs_NI @ weight_OI.T
             missing_NO = outputs_NO - inputs_NI @ rounded_OI.T
@@ -151,9 +152,9 @@ def test_output_errors_are_those_of_the_exported_model(probed, tmp_path):
             assert error == pytest.approx(expected, rel=1e-2), (spec.name, name)
 
 
-def by_definition(weight_OI: torch.Tensor, inputs_NI: torch.Tensor, spec: QuantSpec):
+def by_definition(weight_OI: torch.Tensor, inputs_NI: torch.Tensor, spec: GridSpec):
     """The rounded weight: each to its group's closest point, or by Optimal Brain Quantization."""
-    if spec.method == "gptq":
+    if isinstance(spec, ColumnSpec):
         return eliminate_columns(weight_OI, inputs_NI.T @ inputs_NI / len(inputs_NI), spec)
     rounded_OI = weight_OI.numpy().copy()
     for row_I in rounded_OI:
@@ -250,16 +251,15 @@ def test_fp8_is_refused(tmp_path, inputs):
     assert "set precision to 'bf16' or remove probe" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["rtn-b3-g16", "gptq-b4-g128"])
-def test_specs_are_those_of_quant_eval(name):
-    spec = parse_spec(name)
-    probe = ProbeConfig(every_steps=1, group_size=spec.group_size or 0)
-    (own,) = [each for each in probe.specs(spec.bits) if each.method == spec.method]
-    names = {each for each in dir(own) if not each.startswith("_")}
-    assert {each: getattr(own, each) for each in names} == {
-        each: getattr(spec, each) for each in names
-    }
-    assert own.name == name
+def test_specs_are_names_of_quant_eval():
+    """Both round integers on symmetric grids of the probe's groups, and nothing else."""
+    names = ProbeConfig(every_steps=1, group_size=16).specs(3)
+    plain = {"bits": 3, "group_size": 16, "symmetric": True, "format": "int", "activations": None}
+    for name, method in zip(names, ("rtn", "gptq"), strict=True):
+        spec = parse_spec(name)
+        assert spec.name == name
+        assert plain.items() <= spec.settings().items()
+        assert (spec.method, spec.is_transformed, spec.kv) == (method, False, None)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,16 @@ import pytest
 
 from tests.runs import make_run
 from train.data.config import DataConfig
+from train.optimizers.adamw import AdamW
 from train.run.optimization import (
     Anneal,
     ConstantPhase,
     CosinePhase,
-    OptimizerConfig,
+    Phase,
     ScheduleConfig,
     SmallerBatch,
 )
-from train.run.schedules import describe, learning_rate
+from train.run.schedules import learning_rate
 
 STEP = 8 * 32  # tokens of one step
 PATHS: dict[str, Any] = {
@@ -41,7 +42,7 @@ def run(tmp_path):
     """Builds a run with the given schedule."""
 
     def build(schedule, total_steps, peak_lr=1.0, name="run", **changes):
-        optimizer = OptimizerConfig(peak_lr=peak_lr)
+        optimizer = AdamW(peak_lr=peak_lr)
         settings = {"total_steps": total_steps, "save_steps": (total_steps,)} | changes
         return make_run(
             tmp_path / name, **PATHS, schedule=schedule, optimizer=optimizer, **settings
@@ -200,15 +201,17 @@ def test_cosine_to_a_tenth(run):
 def test_words_have_the_rates_that_are_trained(run, phase, shape, floor):
     """Read the last rate, and where it begins to fall to it, off the words."""
     anneal = Anneal(start_step=20, shape=shape, floor=floor)
-    config = run(ScheduleConfig(warmup_tokens=4 * STEP, phase=phase, anneal=anneal), 40)
-    words = re.search(r"(\w+) anneal from step (\d+) to (\S+)", describe(config))
+    schedule = ScheduleConfig(warmup_tokens=4 * STEP, phase=phase, anneal=anneal)
+    config = run(schedule, 40)
+    described = schedule.describe(config.warmup_steps)
+    words = re.search(r"(\w+) anneal from step (\d+) to (\S+)", described)
     assert words
     assert words[1] == shape
     start, last = learning_rate(config, int(words[2])), learning_rate(config, 40)
     share = 0 if words[3] == "zero" else float(words[3].removesuffix("%")) / 100
     assert last == pytest.approx(share * start)
     assert learning_rate(config, int(words[2]) + 1) < start
-    assert describe(config).startswith("warm-up to step 4, ")
+    assert described.startswith("warm-up to step 4, ")
     assert learning_rate(config, 4) == 1
 
 
@@ -226,8 +229,18 @@ def test_words_have_the_rates_that_are_trained(run, phase, shape, floor):
         (CosinePhase(horizon_tokens=10 * STEP, floor=0), None, "cosine", "cosine to zero at 2,560"),
     ],
 )
-def test_schedules_in_words(run, phase, anneal, name, words):
+def test_schedules_in_words(phase, anneal, name, words):
     schedule = ScheduleConfig(warmup_tokens=0, phase=phase, anneal=anneal)
     assert schedule.name == name
-    assert words in describe(run(schedule, 10))
-    assert "warm-up" not in describe(run(schedule, 10, name="other"))
+    assert words in schedule.describe(0)
+    assert "warm-up" not in schedule.describe(0)
+
+
+def test_a_phase_of_another_kind_is_not_trained_as_one_of_these():
+    """A class that says no rate of its own has none."""
+
+    class Stairs(Phase):
+        DECAYS = True
+
+    with pytest.raises(TypeError, match="abstract methods 'describe', 'rate', 'title'"):
+        Stairs()  # type: ignore[abstract]

@@ -11,13 +11,12 @@ from tokenizers import Tokenizer
 
 from base.errors import UserError
 from tests.runs import make_run
-from train.data.batches import open_data
 from train.data.config import DataConfig
 from train.data.corpus import open_corpus
-from train.data.part import Selection
-from train.data.prepare import prepare
-from train.data.share import PLACES, Share, parse_share, place_of
+from train.data.manifest import PLACES, Share, parse_share, place_of
+from train.data.prepare import Selection, prepare
 from train.run.directory import RunDirectory
+from train.run_data import open_data
 
 CUTS = (0, 100_000, 250_000, PLACES)
 SHARES = [Share(first=first, stop=stop) for first, stop in pairwise(CUTS)]

@@ -37,7 +37,7 @@ def judge_of(record: Any = None, **changes: Any) -> StepJudge:
 
 
 def result(loss: float, norm: float = 1.0) -> StepResult:
-    return StepResult(loss, 0.0, norm, 1.0)
+    return StepResult(loss, norm, {})
 
 
 def noise(count: int, seed: int = 0) -> np.ndarray:

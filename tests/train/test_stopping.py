@@ -13,7 +13,7 @@ from tests.waiting import HANG_SECONDS, wait_until
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
 from train.run.saving import SavingConfig
-from train.running.watchdog import Heartbeat, Phase
+from train.running.watchdog import Heartbeat, LoopPhase
 
 
 def status(directory):
@@ -24,7 +24,7 @@ def saves(directory, step):
     """Return whether rank 0 has agreed with the others on a step and is about to save."""
     with contextlib.suppress(OSError, ValueError):
         beat = Heartbeat(*json.loads(directory.heartbeat(0).read_text()))
-        return beat.phase == Phase.SAVE and beat.step == step
+        return beat.phase == LoopPhase.SAVE and beat.step == step
     return False
 
 

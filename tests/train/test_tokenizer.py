@@ -16,8 +16,7 @@ from base.errors import UserError
 from study.text.survey import survey_files
 from train.__main__ import app
 from train.data.corpus import open_corpus
-from train.data.part import Selection
-from train.data.prepare import prepare
+from train.data.prepare import Selection, prepare
 from train.data.tokenizer import load_tokenizer, special_tokens, vocabulary_size
 
 END = "<|endoftext|>"

@@ -14,7 +14,7 @@ import pytest
 from study.machine.hardware import Hardware
 from study.pipeline.locks import locked
 from study.pipeline.runner import Runner
-from study.pipeline.step import Machine, Step, log_path, torchrun
+from study.step import Machine, Step, log_path, torchrun
 from tests.interpreter import interpreter
 from tests.runs import ended, make_run, ranks, start_ranks
 from tests.train.stalled import stalling
@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts
 from train.run.launch import HUNG
-from train.running.watchdog import Heartbeat, Phase, diagnosis
+from train.running.watchdog import Heartbeat, LoopPhase, diagnosis
 
 HANG = "10"  # seconds; longer than a step or a look at the files takes on a busy machine
 
@@ -76,7 +76,7 @@ def test_a_rank_stopped_during_a_save_is_named(tmp_path, inputs):
     def saves() -> Heartbeat | None:
         with contextlib.suppress(OSError, ValueError):
             beat = Heartbeat(*json.loads(directory.heartbeat(1).read_text()))
-            return beat if beat.phase == Phase.SAVE and beat.step == 10 else None
+            return beat if beat.phase == LoopPhase.SAVE and beat.step == 10 else None
         return None
 
     wait_until(saves, "a heartbeat of a save", training)
@@ -120,7 +120,7 @@ def test_a_study_resumes_a_training_that_hung(trained, tmp_path, inputs, monkeyp
     assert numbers(directory.path) == numbers(trained("dp2"))
 
 
-def beat(rank: int, step: int, phase: Phase) -> Heartbeat:
+def beat(rank: int, step: int, phase: LoopPhase) -> Heartbeat:
     return Heartbeat(rank, f"node{rank // 2}", 100 + rank, 7, step, phase)
 
 
@@ -128,27 +128,31 @@ def beat(rank: int, step: int, phase: Phase) -> Heartbeat:
     ("living", "dead", "words"),
     [
         (
-            [beat(0, 9, Phase.COMPUTE), beat(2, 9, Phase.READ)],
-            [beat(1, 9, Phase.COMPUTE), Heartbeat(3)],
+            [beat(0, 9, LoopPhase.COMPUTE), beat(2, 9, LoopPhase.READ)],
+            [beat(1, 9, LoopPhase.COMPUTE), Heartbeat(3)],
             "no sign of life of rank 1 on node0 (pid 101), rank 3 on an unknown host (pid 0)",
         ),
         (
-            [beat(0, 9, Phase.AGREE), beat(1, 9, Phase.READ), beat(2, 9, Phase.AGREE)],
+            [beat(0, 9, LoopPhase.AGREE), beat(1, 9, LoopPhase.READ), beat(2, 9, LoopPhase.AGREE)],
             [],
             "rank 1 on node0 (pid 101) still reads its batch after step 9",
         ),
         (
-            [beat(0, 8, Phase.SAVE), beat(1, 9, Phase.COMPUTE), beat(2, 9, Phase.COMPUTE)],
+            [
+                beat(0, 8, LoopPhase.SAVE),
+                beat(1, 9, LoopPhase.COMPUTE),
+                beat(2, 9, LoopPhase.COMPUTE),
+            ],
             [],
             "rank 0 on node0 (pid 100) still logs, evaluates or saves after step 8",
         ),
         (
-            [beat(rank, 9, Phase.COMPUTE) for rank in range(8)],
+            [beat(rank, 9, LoopPhase.COMPUTE) for rank in range(8)],
             [],
             "every rank computes step 9: a collective or a kernel does not end",
         ),
         (
-            [beat(0, 9, Phase.READ)],
+            [beat(0, 9, LoopPhase.READ)],
             [],
             "rank 0 on node0 (pid 100) still reads its batch after step 9",
         ),

@@ -10,7 +10,7 @@ from base.files import write_json
 from ckpt_tools.checkpoint import open_weights, verified_record
 from ckpt_tools.export import export
 from ckpt_tools.formats.weights import read_whole
-from dynamics.recipes.parts import annealed, lean
+from study.recipes.parts import annealed, lean
 from tests.runs import make_run, python, start_ranks
 from tests.train.stalled import stalling
 from tests.train.test_branching import edit

@@ -1,12 +1,11 @@
-"""Batches of a run as functions of seed and step, and the held-out sequences.
+"""Batches as functions of seed and step, and the labels in them that count.
 
-`open_data` checks the token files of a run; `RunData` reads them for the loop; both engines take a
-`Batch`. The order of sequences is in `train.data.order`.
+Both engines take a `Batch`, `train.run_data` makes those of a run. The order of sequences is in
+`train.data.order`.
 
 Shapes: B sequences, S tokens of a sequence.
 """
 
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,16 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from base.errors import UserError
-from base.files import sha256_of
 from train.data.config import RepetitionFilter
-from train.data.corpus import Corpus, TokenSource, check_vocabulary, open_source
-from train.data.manifest import Manifest, token_files
+from train.data.corpus import Corpus
 from train.data.order import Order
-from train.data.repetition import repetitive
-from train.data.tokenizer import TOKENIZER_JSON
-from train.run.config import RunConfig
-from train.run.directory import RunDirectory
+
+# Matches found before a sequence is examined token by token: more of them spare more sequences.
+PROBES = 4
 
 
 class Replica(NamedTuple):
@@ -40,8 +35,8 @@ class Replica(NamedTuple):
         """
         number = -(-count // (self.micro_batch_size * self.ranks))
         rows = np.arange(number * self.micro_batch_size * self.ranks)
-        own = rows.reshape(number, self.ranks, -1)[:, self.rank].reshape(-1)
-        return np.where(own < count, own, -1)
+        of_rank = rows.reshape(number, self.ranks, -1)[:, self.rank].reshape(-1)
+        return np.where(of_rank < count, of_rank, -1)
 
 
 class Batch(NamedTuple):
@@ -95,141 +90,45 @@ def batch(
     )
 
 
-class RunData:
-    """The data of one run: see `open_data`.
+def _longest_run(matches_S: NDArray[np.bool_]) -> int:
+    """Return the length of the longest stretch of True."""
+    breaks = np.flatnonzero(~np.concatenate([[False], matches_S, [False]]))
+    return int(np.diff(breaks).max()) - 1
 
-    Attributes:
-        sha256: identity of the tokens: "train", "held_out" and, if there are more, "held_out.NAME".
+
+def repetitive(tokens_BS: NDArray[np.int64], rule: RepetitionFilter) -> NDArray[np.bool_]:
+    """Return whether each sequence holds an n-gram repeated in a row too often, bool [B].
+
+    With period p, r consecutive tokens that equal the token p before them are floor(r / p) + 1
+    repeats; a sequence is repetitive if that reaches `max_count` for some p in
+    min_period..max_period. These are the sequences that allenai/OLMo masks (olmo/data/util.py,
+    `find_periodic_sequences`; olmo/data/memmap_dataset.py, `_validate_instance`). It sees no fewer
+    than three repeats: a `max_count` of 2 means 3 there and here.
+
+    K = (max_count - 1) p matches in a row contain at least floor(K / g) multiples of g, one after
+    the other. So only every g-th match is computed, and only a sequence with that many of them in a
+    row is examined in full.
+
+    Example: the tokens 1, 2 three times.
+        >>> tokens_BS = np.array([[1, 2, 1, 2, 1, 2], [1, 2, 3, 4, 5, 6]])
+        >>> repetitive(tokens_BS, RepetitionFilter(max_count=3)).tolist()
+        [True, False]
     """
-
-    def __init__(
-        self,
-        run: RunConfig,
-        train: TokenSource,
-        held_out: dict[str, TokenSource],
-        order_directory: Path,
-    ) -> None:
-        self._run, self._train, self._held_out = run, train, held_out
-        size = train.num_sequences(run.data.sequence_length)
-        self._order = Order(run.data.order, size, run.seed, run.batch_size, order_directory)
-        sources = {"train": train} | held_out
-        self.sha256 = {use: source.manifest.sha256 for use, source in sources.items()}
-
-    def batch(self, step: int, replica: Replica | None = None) -> Batch:
-        """Return a replica's rows of the batch of update `step`, from 1; without one, all rows.
-
-        UserError for an unknown token.
-        """
-        size = self._run.batch_size_at(step)
-        rows_B = replica.rows(size) if replica else np.arange(size)
-        indices_B = self._order(self._run.sequences_at(step - 1) + rows_B)
-        return self._read(self._train, indices_B, self._run.data.repetition_filter)
-
-    def held_out(self) -> dict[str, Batch]:
-        """Return the first sequences of every held-out file, unfiltered, by the keys of `sha256`.
-
-        "held_out" comes first.
-        """
-        indices_B = np.arange(self._run.data.held_out_sequences)
-        return {use: self._read(source, indices_B, None) for use, source in self._held_out.items()}
-
-    def _read(
-        self, corpus: TokenSource, indices_B: NDArray[np.int64], rule: RepetitionFilter | None
-    ) -> Batch:
-        tokens_BS = corpus.sequences(indices_B, self._run.data.sequence_length)
-        vocab_size = self._run.model.vocab_size
-        if corpus.manifest.max_token_id is None and tokens_BS.max() >= vocab_size:
-            raise UserError(
-                f"a batch holds token {tokens_BS.max()}, outside the model's vocabulary of"
-                f" {vocab_size}; correct the --dtype of 'train index', or raise model.vocab_size"
-            )
-
-        # Labels that enter the loss.
-        counted_BS = np.ones((len(indices_B), self._run.data.sequence_length), bool)
-        counted_BS[:, -1] = corpus.last_label_counts
-        if rule:
-            counted_BS[repetitive(tokens_BS[:, :-1], rule)] = False
-
-        # A document begins after each end-of-text token, and at the start of the sequence.
-        starts_BS = None
-        if self._run.data.document_mask:
-            starts_BS = torch.ones(counted_BS.shape, dtype=torch.bool)
-            starts_BS[:, 1:] = torch.from_numpy(tokens_BS[:, :-2] == corpus.manifest.eos_token_id)
-        return Batch(torch.from_numpy(tokens_BS), torch.from_numpy(counted_BS), starts_BS)
-
-
-def open_data(run: RunConfig, directory: RunDirectory, *, verify_hashes: bool) -> RunData:
-    """Open the data of a run, checked against the model and itself before anything is built.
-
-    `verify_hashes` hashes files that are small enough for a start; one rank is enough.
-
-    Raises:
-        UserError: files missing, edited or too short, another tokenizer, tokens outside the
-            vocabulary, or held-out sequences that are trained on.
-    """
-    train = open_source(directory.resolve(run.data.train), verify_hashes)
-    files = {"held_out": run.data.held_out}
-    files |= {f"held_out.{name}": file for name, file in run.data.more_held_out.items()}
-    held_out = {
-        use: open_source(directory.resolve(file), verify_hashes) for use, file in files.items()
-    }
-    for corpus in (train, *held_out.values()):
-        check_vocabulary(corpus, run.model.vocab_size)
-    _check_tokenizer(run, directory, (train, *held_out.values()))
-    for source in held_out.values():
-        _check_unseen(train, source)
-        available = source.num_sequences(run.data.sequence_length)
-        required = run.data.held_out_sequences
-        if available < required:
-            raise UserError(
-                f"{source.prefix} holds {available} sequences, data.held_out_sequences asks for"
-                f" {required}; prepare more held-out text or ask for fewer"
-            )
-    return RunData(run, train, held_out, directory.order)
-
-
-def _check_tokenizer(
-    run: RunConfig, directory: RunDirectory, corpora: tuple[TokenSource, ...]
-) -> None:
-    tokenizer = directory.resolve(run.data.tokenizer) / TOKENIZER_JSON
-    if not tokenizer.is_file():
-        raise UserError(f"{tokenizer} does not exist; let data.tokenizer name the directory")
-    tokenizer_sha256 = sha256_of(tokenizer)
-    for corpus in corpora:
-        if corpus.manifest.tokenizer_sha256 != tokenizer_sha256:
-            raise UserError(
-                f"{corpus.prefix} was not made by {tokenizer}; prepare it again with that tokenizer"
-            )
-
-
-def _files(corpus: TokenSource) -> set[str]:
-    """Return the real path and, where recorded, the hash of every token file of a corpus."""
-    files = [
-        (path, digest)
-        for path, _, digest in token_files(corpus.prefix, corpus.manifest)
-        if path.suffix != ".idx"  # documents of equal lengths have equal ones
-    ]
-    return {str(path.resolve()) for path, _ in files} | {digest for _, digest in files if digest}
-
-
-def _check_unseen(corpus: TokenSource, held_out: TokenSource) -> None:
-    """Raise UserError if a file, or a source, of the held-out text is trained on."""
-    if shared := _files(corpus) & _files(held_out):
-        raise UserError(
-            f"{held_out.prefix} is trained on: {min(shared)} is a file of {corpus.prefix} too;"
-            " hold out another file"
-        )
-    if not isinstance(corpus.manifest, Manifest) or not isinstance(held_out.manifest, Manifest):
-        return
-    shares = corpus.manifest.share, held_out.manifest.share
-    if shares[0] and shares[1] and not shares[0].overlaps(shares[1]):
-        return
-    made_from = {record.digest for record in corpus.manifest.sources.values() if record.bytes}
-    for name, record in held_out.manifest.sources.items():
-        if record.digest in made_from or (
-            name.startswith("dataset:") and name in corpus.manifest.sources
-        ):
-            raise UserError(
-                f"{held_out.prefix} is trained on: {corpus.prefix} was made from {name} too; "
-                "prepare the held-out text from other sources"
-            )
+    repeats_B = np.zeros(len(tokens_BS), bool)
+    length = tokens_BS.shape[1]
+    for period in range(rule.min_period, rule.max_period + 1):
+        needed = (max(rule.max_count, 3) - 1) * period
+        if needed > length - period:
+            break
+        stride = max(1, needed // PROBES)
+        # Every stride-th match, and where `in_a_row` of them follow each other.
+        probed = tokens_BS[:, period::stride] == tokens_BS[:, : length - period : stride]
+        in_a_row = min(PROBES, needed // stride)
+        width = probed.shape[1] - in_a_row + 1
+        together = probed[:, :width].copy()
+        for shift in range(1, in_a_row):
+            together &= probed[:, shift : shift + width]
+        for row in np.flatnonzero(together.any(axis=1) & ~repeats_B).tolist():
+            matches_S = tokens_BS[row, period:] == tokens_BS[row, :-period]
+            repeats_B[row] = _longest_run(matches_S) >= needed
+    return repeats_B

@@ -10,7 +10,7 @@ import numpy as np
 from base.errors import UserError
 from base.files import check_fetched, write_sealed
 from train.data.documents import TextFile, check_given_once
-from train.data.manifest import NpyManifest, TokenFile
+from train.data.manifest import NpyManifest, RawTokenFile
 
 NUMPY_MAGIC = b"\x93NUMPY"
 SAMPLE_TOKENS = 1 << 12  # looked at in the beginning, the middle and the end of a file
@@ -52,7 +52,7 @@ def index(
         _check_raw(path, dtype)
         _check_sample(path, dtype, vocab_size)
         name = str(path) if path.is_absolute() else os.path.relpath(path, prefix.parent)
-        records.append(TokenFile(path=name, bytes=path.stat().st_size))
+        records.append(RawTokenFile(path=name, bytes=path.stat().st_size))
     manifest = NpyManifest(
         dtype=dtype,
         vocab_size=vocab_size,

@@ -1,18 +1,79 @@
-"""PREFIX.json: content, origin and hashes of a token file, or of a list of OLMo's."""
+"""PREFIX.json: content, origin and hashes of a token file, or of a list of OLMo's.
+
+A token file may hold a share of a text: documents chosen by their content alone. Every document has
+a place among a million, by a hash. Equal documents have the same place, so two shares without a
+common place have no document in common, however often the text repeats itself.
+"""
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self, assert_never
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from base.digests import digest_of
 from base.errors import UserError
 from base.files import FileRecord
 from base.frozen import Frozen
 from base.reading import as_model, read_sealed
-from train.data.share import Share
+
+PLACES = 1_000_000
+
+
+def place_of(content: bytes) -> int:
+    """Return the place of a document among `PLACES`.
+
+    Example:
+        >>> place_of(b"a document")
+        665275
+    """
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % PLACES
+
+
+class Share(Frozen):
+    """The documents with places [first, stop)."""
+
+    first: int = Field(ge=0)
+    stop: int = Field(le=PLACES)
+
+    @model_validator(mode="after")
+    def _holds_something(self) -> Self:
+        if self.first >= self.stop:
+            raise ValueError(f"share {self} is empty")
+        return self
+
+    def __str__(self) -> str:
+        """Return the share as --share takes it."""
+        return f"{self.first}-{self.stop}"
+
+    def holds(self, content: bytes) -> bool:
+        """Return whether a document is of this share."""
+        return self.first <= place_of(content) < self.stop
+
+    def overlaps(self, other: "Share") -> bool:
+        """Return whether a document can be of both."""
+        return self.first < other.stop and other.first < self.stop
+
+
+EVERYTHING = Share(first=0, stop=PLACES)
+
+
+def parse_share(text: str) -> Share:
+    """Return '0-20000' as a share; UserError for anything that is none.
+
+    Example: 2% and another 3%, without a document in common.
+        >>> parse_share("0-20000").overlaps(parse_share("20000-50000"))
+        False
+    """
+    first, _, stop = text.partition("-")
+    try:
+        return Share.model_validate({"first": first, "stop": stop})
+    except ValidationError:
+        raise UserError(
+            f"--share {text} is not a share FIRST-STOP of {PLACES} places; write 0-20000 for 2%"
+        ) from None
+
 
 # Hashing runs at some 500 MB/s on one core: a corpus up to this size is hashed at every start, a
 # larger one on demand.
@@ -51,7 +112,7 @@ class Manifest(Frozen):
         return self.bin.digest.removeprefix("sha256:")
 
 
-class TokenFile(Frozen):
+class RawTokenFile(Frozen):
     """One raw token file."""
 
     path: str = Field(description="starts at the manifest's directory unless absolute")
@@ -72,7 +133,7 @@ class NpyManifest(Frozen):
     max_token_id: None = None
     tokens: int
     tokenizer_sha256: str
-    files: tuple[TokenFile, ...]
+    files: tuple[RawTokenFile, ...]
 
     @property
     def sha256(self) -> str:
@@ -101,10 +162,17 @@ def token_files(
     prefix: Path, manifest: Manifest | NpyManifest
 ) -> list[tuple[Path, int, str | None]]:
     """Return path, size in bytes and, where recorded, `sha256:HEX` of every file of a manifest."""
-    if isinstance(manifest, NpyManifest):
-        return [(prefix.parent / file.path, file.bytes, None) for file in manifest.files]
-    records = (("bin", manifest.bin), ("idx", manifest.idx))
-    return [(Path(f"{prefix}.{suffix}"), record.bytes, record.digest) for suffix, record in records]
+    match manifest:
+        case NpyManifest():
+            return [(prefix.parent / file.path, file.bytes, None) for file in manifest.files]
+        case Manifest():
+            records = {"bin": manifest.bin, "idx": manifest.idx}
+            return [
+                (Path(f"{prefix}.{suffix}"), record.bytes, record.digest)
+                for suffix, record in records.items()
+            ]
+        case _:
+            assert_never(manifest)
 
 
 def check_files(prefix: Path, manifest: Manifest | NpyManifest, verify_hashes: bool) -> int:

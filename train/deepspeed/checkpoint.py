@@ -2,8 +2,8 @@
 
 model.safetensors, written by rank 0, holds the weights that the model computes with, by HF name.
 optimizer-00000-of-00002.safetensors, of rank 0 of 2, holds flat fp32 ranges of parameters as
-KIND/HF NAME, where KIND is weights, exp_avg, exp_avg_sq or a slot. The metadata says where each
-range starts in its flattened parameter: any number of ranks finds its state in the files.
+KIND/HF NAME, where KIND is weights, a state of the optimizer or a slot. The metadata says where
+each range starts in its flattened parameter: any number of ranks finds its state in the files.
 
 DeepSpeed's own files are pickles of one rank's groups, end to end, and load at another world size
 only through a conversion.
@@ -22,11 +22,9 @@ from torch import Tensor
 
 from base.errors import UserError
 from base.files import open_to_readers
-from train.deepspeed.sharding import Partition, Piece, by_piece
+from train.deepspeed.sharding import ParameterRange, Partition, by_piece
 from train.run.directory import MODEL_WEIGHTS
 from train.snapshot_memory import Copies, SnapshotMemory
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class StateFiles:
@@ -53,7 +51,7 @@ class StateFiles:
         Args:
             partitions: what this rank holds.
             kinds: for each kind, one tensor of the partition's shape per partition.
-            step: updates AdamW has counted.
+            step: updates the optimizer has counted.
         """
         tensors, starts = {}, {}
         for kind, values in kinds.items():
@@ -83,7 +81,7 @@ class StateFiles:
 
 @torch.no_grad()
 def read_state(directory: Path, partitions: list[Partition], kinds: dict[str, list[Tensor]]) -> int:
-    """Fill the tensors of every kind from a checkpoint; return the updates AdamW had counted.
+    """Fill the tensors of every kind from a checkpoint; return the updates counted.
 
     A slot that the checkpoint does not hold stays as it is: a branch may have averages that its
     parent did not.
@@ -123,7 +121,7 @@ def read_state(directory: Path, partitions: list[Partition], kinds: dict[str, li
         return int(headers[0]["step"])
 
 
-def _fill(out: Tensor, piece: Piece, ranges: list[tuple[Any, int]]) -> bool:
+def _fill(out: Tensor, piece: ParameterRange, ranges: list[tuple[Any, int]]) -> bool:
     """Fill `out` [piece.length] from ranges of its parameter; return whether they suffice."""
     filled = 0
     for part, start in ranges:

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base.errors import UserError
-from train import muon
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
-from train.deepspeed.checkpoint import MOMENTS, StateFiles, read_state
+from train.deepspeed.checkpoint import StateFiles, read_state
 from train.deepspeed.model import (
     build_model,
     hf_parameters,
@@ -25,12 +24,14 @@ from train.deepspeed.model import (
     recorded,
     recorded_linears,
 )
-from train.deepspeed.process import join
-from train.deepspeed.settings import deepspeed_config
+from train.deepspeed.setup import deepspeed_config, join
 from train.deepspeed.sharding import by_piece, sharding_of
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
-from train.model.families import hidden_matrices
+from train.model.config import hidden_matrices
+from train.optimizers import matrices
+from train.optimizers.settings import MatrixOptimizer
+from train.optimizers.stepping import GroupStepOptimizer, Member
 from train.run.config import RunConfig
 from train.snapshot_memory import SnapshotMemory
 
@@ -50,54 +51,34 @@ class DeepSpeedEngine:
             )
         self.data_parallel = run.data_parallel_size(dist.get_world_size())
 
-        # DeepSpeed takes the model and our AdamW, and casts and shards the weights.
+        # DeepSpeed takes the model and our optimizer, and casts and shards the weights.
         config = deepspeed_config(run, self.data_parallel)
         join(device)
         model = build_model(run)
         self._parameters = hf_parameters(model)
-        self._adamw = self._build_adamw()
+        hidden = hidden_matrices(run.model)
+        self._optimizer = GroupStepOptimizer(
+            run.optimizer,
+            [
+                Member(parameter, name in hidden, run.optimizer.decays(name))
+                for name, parameter in self._parameters.items()
+            ],
+        )
         self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=self._adamw, config=config, dist_init_required=False
+            model=model, optimizer=self._optimizer, config=config, dist_init_required=False
         )
         self._sharding = sharding_of(self._engine, self._parameters)
         self._partitions = self._sharding.partitions()
         self._memory = SnapshotMemory(device)
-        self._initialize_moments()
-        if run.optimizer.uses_muon:
+        self._optimizer.start_states()
+        if isinstance(run.optimizer, MatrixOptimizer):
             dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
-            parts = self._sharding.matrices(hidden_matrices(run.model), dtype)
-            muon.register(self._adamw, parts, None)
+            parts = self._sharding.matrices(run.optimizer, hidden, dtype)
+            matrices.register(run.optimizer, self._optimizer, parts, None)
         self._slots = {
             name: [torch.zeros_like(weights) for weights in self.weights()]
             for name in slot_names(run)
         }
-
-    def _build_adamw(self) -> torch.optim.AdamW:
-        """Return torch's fused AdamW: DeepSpeed's own are compiled when first used."""
-        settings, matrices = self.run.optimizer, hidden_matrices(self.run.model)
-        groups: dict[tuple[bool, bool], list[Tensor]] = {}
-        for name, parameter in self._parameters.items():
-            kind = (settings.decays(name), name in matrices)
-            groups.setdefault(kind, []).append(parameter)
-        return torch.optim.AdamW(
-            [
-                {"params": parameters, "decayed": decayed, "hidden": hidden}
-                for (decayed, hidden), parameters in groups.items()
-            ],
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
-
-    def _initialize_moments(self) -> None:
-        """Set the state that AdamW makes at its first step, for a checkpoint before that."""
-        for owner, *_ in self._partitions:
-            moments = {
-                moment: torch.zeros_like(owner, dtype=torch.float32, requires_grad=False)
-                for moment in MOMENTS
-            }
-            self._adamw.state[owner] = {"step": torch.zeros((), device=owner.device), **moments}
 
     @property
     def replica(self) -> Replica:
@@ -113,10 +94,7 @@ class DeepSpeedEngine:
         self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]
     ) -> StepResult:
         """Run forward and backward on the replica's batch; if accepted, clip and update."""
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-            decay = self.run.optimizer.decay_at(learning_rate, hidden=group["hidden"])
-            group["weight_decay"] = decay if group["decayed"] else 0.0
+        self._optimizer.set_rate(learning_rate)
 
         # Forward and backward, with the sums of the replica's losses.
         self._engine.train()
@@ -134,11 +112,10 @@ class DeepSpeedEngine:
         dist.all_reduce(totals)
         norm = self._sharding.gradient_norm().to(totals)
         # The one transfer from the device in a step, but for DeepSpeed's own.
-        cross_entropy, z_loss, counted, grad_norm = torch.cat([totals, norm.view(1)]).tolist()
+        *sums_of_all, grad_norm = torch.cat([totals, norm.view(1)]).tolist()
 
-        fraction = counted / (batch.counted_BS.numel() * self.data_parallel)
-        means = cross_entropy / max(counted, 1), z_loss / max(counted, 1)
-        result = StepResult(*means, grad_norm, fraction)
+        positions = batch.counted_BS.numel() * self.data_parallel
+        result = StepResult.of(sums_of_all, positions, grad_norm)
         if accept(result):
             assert result.is_finite(), "DeepSpeed would not take this step"
             self._memory.fence()
@@ -254,9 +231,9 @@ class DeepSpeedEngine:
     def _state(self) -> dict[str, list[Tensor]]:
         """Return the state of this rank by kind, in the shape of `weights()`."""
         kinds = {"weights": self.weights()}
-        for moment in MOMENTS:
-            kinds[moment] = [
-                part.of(self._adamw.state[part.owner][moment]) for part in self._partitions
+        for name in self.run.optimizer.STATES:
+            kinds[name] = [
+                part.of(self._optimizer.state[part.owner][name]) for part in self._partitions
             ]
         return kinds | {f"slot.{name}": shards for name, shards in self._slots.items()}
 
@@ -266,11 +243,7 @@ class DeepSpeedEngine:
         if dist.get_rank() == 0:
             files.add_model(self._parameters)
         if not weights_only:
-            steps = {
-                int(self._adamw.state[partition.owner]["step"]) for partition in self._partitions
-            }
-            assert len(steps) == 1, "the groups of one optimizer counted different updates"
-            files.add_state(self._partitions, self._state(), steps.pop())
+            files.add_state(self._partitions, self._state(), self._optimizer.steps)
         return files
 
     def load(self, directory: Path) -> None:
@@ -279,9 +252,7 @@ class DeepSpeedEngine:
         Raises:
             UserError: files are missing or do not fit the model.
         """
-        step = read_state(directory, self._partitions, self._state())
-        for partition in self._partitions:
-            self._adamw.state[partition.owner]["step"].fill_(step)
+        self._optimizer.steps = read_state(directory, self._partitions, self._state())
         self.publish_weights()
 
     @torch.no_grad()
@@ -294,7 +265,7 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Destroy the process groups, after DeepSpeed's objects: else a process may abort."""
         self._engine.destroy()
-        del self._engine, self._adamw, self._sharding, self._partitions, self._parameters
+        del self._engine, self._optimizer, self._sharding, self._partitions, self._parameters
         gc.collect()
         dist.barrier()
         dist.destroy_process_group()

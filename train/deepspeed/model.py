@@ -16,19 +16,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from train.forward_record import ForwardRecord, LinearRecord
 from train.model.accumulation import SummedEmbedding, SummedLayerNorm
-from train.model.families import hf_settings, parameter_shapes
+from train.model.config import hf_settings, parameter_shapes
+from train.model.families import FAMILIES
 from train.run.config import RunConfig
 from train.run.directory import PROBE_OUTPUTS
 
 
 def hf_parameters(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the parameters by their names in files, those of train/model/families.py.
+    """Return the parameters by their names in files, those of `parameter_shapes`.
 
     In memory transformers 5 has an `lm_head` in gpt_neox too, which is `embed_out` in every file.
     """
-    renamed = model.config.model_type == "gpt_neox"
+    row = FAMILIES[model.config.model_type]
     return {
-        name.replace("lm_head.", "embed_out.") if renamed else name: parameter
+        name.replace(f"{row.head}.", f"{row.head_in_files}."): parameter
         for name, parameter in model.named_parameters()
     }
 
@@ -53,7 +54,7 @@ def build_model(run: RunConfig) -> PreTrainedModel:
             module.__class__ = SummedLayerNorm
     parameters = hf_parameters(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    assert shapes == parameter_shapes(run.model), "not the model of train/model/families.py"
+    assert shapes == parameter_shapes(run.model), "not the model of its row in train/model/families"
     if run.recompute == "layers":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

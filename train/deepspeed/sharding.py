@@ -1,4 +1,4 @@
-"""The places of fp32 weights, AdamW state and gradients in DeepSpeed, which differ by ZeRO stage.
+"""Weights, optimizer states and gradients in fp32 in DeepSpeed: where differs by ZeRO stage.
 
 The rest of the engine knows only ranges of parameters. This file reaches into DeepSpeed's private
 members: look here first when its version changes.
@@ -16,10 +16,11 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from train import muon
+from train.optimizers.matrices import MatrixPart
+from train.optimizers.settings import MatrixOptimizer
 
 
-class Piece(NamedTuple):
+class ParameterRange(NamedTuple):
     """A range of one parameter, flattened."""
 
     name: str  # in HF's terms
@@ -30,15 +31,17 @@ class Piece(NamedTuple):
 class Partition(NamedTuple):
     """Consecutive fp32 weights of one decay group on this rank, without padding."""
 
-    owner: Tensor  # flat: AdamW updates it and keys its state by it
-    pieces: tuple[Piece, ...]  # its content, in order; padding may follow
+    owner: Tensor  # flat: the optimizer updates it and keys its state by it
+    pieces: tuple[ParameterRange, ...]  # its content, in order; padding may follow
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the partition's range of the owner, or of a tensor of its shape; live."""
         return flat.detach().view(-1)[: sum(piece.length for piece in self.pieces)]
 
 
-def by_piece(partitions: list[Partition], values: list[Tensor]) -> Iterator[tuple[Piece, Tensor]]:
+def by_piece(
+    partitions: list[Partition], values: list[Tensor]
+) -> Iterator[tuple[ParameterRange, Tensor]]:
     """Yield every piece with its part, live, of the values in the shapes of the partitions."""
     for partition, value in zip(partitions, values, strict=True):
         parts = value.split([piece.length for piece in partition.pieces])
@@ -47,13 +50,13 @@ def by_piece(partitions: list[Partition], values: list[Tensor]) -> Iterator[tupl
 
 def _flat_pieces(
     group: list[tuple[str, int]], rank_start: int, rank_stop: int
-) -> tuple[Piece, ...]:
+) -> tuple[ParameterRange, ...]:
     """Return the pieces in [rank_start, rank_stop) of parameters (name, numel) laid end to end."""
     pieces, offset = [], 0
     for name, numel in group:
         start, stop = max(rank_start - offset, 0), min(rank_stop - offset, numel)
         if start < stop:
-            pieces.append(Piece(name, start, stop - start))
+            pieces.append(ParameterRange(name, start, stop - start))
         offset += numel
     return tuple(pieces)
 
@@ -82,7 +85,9 @@ class Flat:
             partitions.append(Partition(weights, pieces))
         return partitions
 
-    def matrices(self, names: frozenset[str], dtype: torch.dtype) -> list[muon.Part]:
+    def matrices(
+        self, settings: MatrixOptimizer, names: frozenset[str], dtype: torch.dtype
+    ) -> list[MatrixPart]:
         """Return this rank's parts of the matrices with these names; one is computed in `dtype`."""
         parts, rank = [], dist.get_rank()
         for parameters, weights in self._groups():
@@ -94,9 +99,10 @@ class Flat:
                     bounds = [begin, *(size * holder for holder in ranks[1:]), end]
                     spans = tuple((a - begin, b - begin) for a, b in itertools.pairwise(bounds))
                     start, stop = (begin + at - rank * size for at in spans[rank - ranks[0]])
-                    orthogonalize = partial(_flat_orthogonalized, parameter.shape, dtype)
-                    place = slice(start, stop)
-                    parts.append(muon.Part(weights, place, ranks[0], spans, orthogonalize))
+                    direction = partial(_flat_direction, settings, parameter.shape, dtype)
+                    parts.append(
+                        MatrixPart(weights, slice(start, stop), ranks[0], spans, direction)
+                    )
                 begin = end
         return parts
 
@@ -143,8 +149,10 @@ class FlatBF16(Flat):
         self._optimizer.zero_grad()
 
 
-def _flat_orthogonalized(shape: torch.Size, dtype: torch.dtype, flat: Tensor) -> Tensor:
-    return muon.orthogonalized(flat.view(shape), dtype).flatten()
+def _flat_direction(
+    settings: MatrixOptimizer, shape: torch.Size, dtype: torch.dtype, flat: Tensor
+) -> Tensor:
+    return settings.direction(flat.view(shape), dtype).flatten()
 
 
 def sharding_of(engine: DeepSpeedEngine, parameters: dict[str, Tensor]) -> Flat:

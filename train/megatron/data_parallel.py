@@ -131,10 +131,10 @@ def _reduce_scatter(
     """Add the other ranks' values to this rank's shard of `buffer`; the other shards stay."""
     assert op == dist.ReduceOp.SUM
     assert not async_op
-    own, size = group.rank(), group.size()
-    peers = [rank for rank in range(size) if rank != own]
+    rank, size = group.rank(), group.size()
+    peers = [peer for peer in range(size) if peer != rank]
     for pieces in zip(*(shard.split(PIECE_ELEMENTS) for shard in buffer.chunk(size)), strict=True):
-        received = [torch.empty_like(pieces[own]) for _ in peers]
+        received = [torch.empty_like(pieces[rank]) for _ in peers]
         works: list[Any] = [dist.isend(pieces[peer], group=group, group_dst=peer) for peer in peers]
         works += [
             dist.irecv(part, group=group, group_src=peer)
@@ -143,4 +143,4 @@ def _reduce_scatter(
         for work in works:
             work.wait()
         for part in received:
-            pieces[own].add_(part)
+            pieces[rank].add_(part)

@@ -25,20 +25,25 @@ from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
-from train.megatron import muon, transformer_engine
+from train.megatron import transformer_engine
 from train.megatron.model import (
     global_parameters,
     initialize_groups,
     transformer_config,
     weight_shard,
 )
-from train.megatron.optimizer import build_optimizer, clip_and_update, squared_gradient_norm
+from train.megatron.optimizer import (
+    build_optimizer,
+    clip_and_update,
+    register_matrices,
+    squared_gradient_norm,
+)
 from train.megatron.optimizer_state import OptimizerState, odd_keys, slots_in
 from train.megatron.pipeline import Pipeline
 from train.megatron.probing import probe, record_forward, record_linears
 from train.megatron.shards import ShardedSnapshot
 from train.model import megatron_names
-from train.model.families import hidden_matrices
+from train.model.config import hidden_matrices
 from train.run.config import RunConfig
 from train.run.dcp_metadata import read_metadata
 from train.snapshot_memory import SnapshotMemory
@@ -57,10 +62,9 @@ class MegatronEngine:
         config = transformer_config(run)
         self._pipeline = Pipeline(run, config, device)
         self._optimizer = build_optimizer(run, self._pipeline.model)
-        self._state = OptimizerState(self._optimizer, slot_names(run))
+        self._state = OptimizerState(self._optimizer, run.optimizer.STATES, slot_names(run))
         self._memory = SnapshotMemory(device)
-        if run.optimizer.uses_muon:
-            muon.register(run, self._pipeline.model.module, self._state)
+        register_matrices(run, self._pipeline.model.module, self._state)
         config.finalize_model_grads_func = finalize_model_grads
 
     @property
@@ -87,14 +91,14 @@ class MegatronEngine:
         self._optimizer.zero_grad()
         sums = self._pipeline.losses(batch, forward_only=False)
         parts = torch.cat([sums, squared_gradient_norm(self._optimizer)])
-        cross_entropy, z_loss, counted, square = _over_all_ranks(parts)
+        *sums_of_all, square = _over_all_ranks(parts)
 
-        fraction = counted / (batch.counted_BS.numel() * self.data_parallel)
-        means = cross_entropy / max(counted, 1), z_loss / max(counted, 1)
-        result = StepResult(*means, math.sqrt(square), fraction)
+        positions = batch.counted_BS.numel() * self.data_parallel
+        result = StepResult.of(sums_of_all, positions, math.sqrt(square))
         if accept(result):
             self._memory.fence()
-            clip_and_update(self._optimizer, result.grad_norm, learning_rate, self.run.optimizer)
+            clip_grad_norm = self.run.optimizer.clip_grad_norm
+            clip_and_update(self._optimizer, result.grad_norm, learning_rate, clip_grad_norm)
             self._pipeline.model.start_gather()
         return result
 
@@ -176,7 +180,10 @@ class MegatronEngine:
         state = self._model_state()
         self._state.spread(state)
         if not weights_only:
-            state |= {"optimizer": self._state.to_save(state), "steps": self._state.steps}
+            state |= {
+                "optimizer": self._state.to_save(state),
+                "steps": self._state.inner_optimizer.steps,
+            }
         return ShardedSnapshot(state, directory, self._memory)
 
     def load(self, directory: Path) -> None:
@@ -212,7 +219,7 @@ class MegatronEngine:
             reason = str(error).splitlines()[0][:300]
             raise _suspicious(directory, f"a pickle of more than numbers ({reason})") from None
         self._state.load(loaded["optimizer"])
-        self._state.steps = loaded["steps"]
+        self._state.inner_optimizer.steps = loaded["steps"]
         self.publish_weights()
 
     def start_from(self, read: Callable[[str], Tensor]) -> None:

@@ -1,10 +1,12 @@
-"""AdamW under megatron-core's distributed optimizer, with the run's weight-decay groups."""
+"""The run's optimizer under megatron-core's distributed optimizer.
 
-import itertools
-from collections.abc import Callable
+Weight-decay groups, clipping, and hidden matrices for optimizers that take them whole.
+"""
+
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
@@ -13,60 +15,13 @@ from torch import Tensor
 
 from base.errors import UserError
 from train.megatron.model import PARAMETER_DTYPE, global_parameters
+from train.megatron.optimizer_state import OptimizerState
 from train.model import megatron_names
-from train.model.families import hidden_matrices
+from train.model.config import hidden_matrices
+from train.optimizers import matrices
+from train.optimizers.settings import MatrixOptimizer
+from train.optimizers.stepping import GroupStepOptimizer, Member
 from train.run.config import RunConfig
-from train.run.optimization import OptimizerConfig as Settings
-
-
-class GroupStepAdamW(torch.optim.AdamW):
-    """torch's fused AdamW with one step count, in its groups and in one tensor on the device.
-
-    A checkpoint that loads at every layout holds what has the shape of a parameter, and one count
-    for all of them. A count for each parameter would also be copied to the GPU at every step.
-    """
-
-    def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        self._step = torch.zeros((), device=torch.cuda.current_device())
-        for group in self.param_groups:
-            group["step"] = 0
-
-    def start_moments(self) -> None:
-        """Set all moments to zero, so that a checkpoint can hold them before the first step."""
-        for group in self.param_groups:
-            for weights in group["params"]:
-                self.state[weights] = {
-                    "exp_avg": torch.zeros_like(weights),
-                    "exp_avg_sq": torch.zeros_like(weights),
-                }
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        assert closure is None
-        for group in self.param_groups:
-            group["step"] += 1
-            self._step.fill_(group["step"])
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            states = [self.state[parameter] for parameter in parameters]
-            torch._fused_adamw_(
-                parameters,
-                [parameter.grad for parameter in parameters],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [self._step] * len(parameters),
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
 
 
 def _undecayed(run: RunConfig) -> set[str]:
@@ -85,27 +40,21 @@ def _undecayed(run: RunConfig) -> set[str]:
     return spared
 
 
-def _groups(run: RunConfig, model: DistributedDataParallel) -> list[dict[str, Any]]:
-    """Return this stage's parameters by what decays them.
+def _members(run: RunConfig, model: DistributedDataParallel) -> list[Member]:
+    """Return this stage's parameters with what decays them, those of the same kind together.
 
     Which are decayed is the run's to say (`optimizer.undecayed`); megatron-core would spare norms.
     """
     undecayed, hidden = _undecayed(run), hidden_matrices(run.model)
-    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {
-        kind: [] for kind in itertools.product((False, True), (True, False))
-    }
-    for name, parameter in global_parameters(model.module).items():
-        of_hidden = hidden.issuperset(megatron_names.hf_names(name))
-        groups[of_hidden, name not in undecayed].append(parameter)
-    return [
-        {"params": parameters, "hidden": of_hidden, "decayed": decayed}
-        for (of_hidden, decayed), parameters in groups.items()
-        if parameters
+    members = [
+        Member(parameter, hidden.issuperset(megatron_names.hf_names(name)), name not in undecayed)
+        for name, parameter in global_parameters(model.module).items()
     ]
+    return sorted(members, key=lambda member: (member.hidden, not member.decayed))
 
 
 def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> DistributedOptimizer:
-    """Return the distributed optimizer: fp32 weights and moments, sharded over data ranks.
+    """Return the distributed optimizer: fp32 weights and states, sharded over data ranks.
 
     Its parts are put together here: where Transformer Engine or Apex is installed, mcore's own
     function would take their AdamW, whatever the run's kernels, and the same run would be another
@@ -117,13 +66,12 @@ def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> Distribut
         use_distributed_optimizer=True,
         overlap_param_gather=model.ddp_config.overlap_param_gather,
     )
-    betas = run.optimizer.beta1, run.optimizer.beta2
-    adamw = GroupStepAdamW(_groups(run, model), betas=betas, eps=run.optimizer.eps)
+    inner = GroupStepOptimizer(run.optimizer, _members(run, model))
     optimizer = DistributedOptimizer(
-        adamw,
+        inner,
         config,
         grad_scaler=None,
-        init_state_fn=None,
+        init_state_fn=lambda *_: inner.start_states(),
         model_chunks=[model],
         per_model_buffers={0: model.buffers},
         data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -133,7 +81,7 @@ def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> Distribut
         data_parallel_group_idx=0,  # names parts of mcore's own checkpoints
         distributed_optimizer_instance_id=0,
     )
-    adamw.start_moments()
+    inner.start_states()
     return optimizer
 
 
@@ -153,19 +101,63 @@ def squared_gradient_norm(optimizer: DistributedOptimizer) -> Tensor:
 
 
 def clip_and_update(
-    optimizer: DistributedOptimizer, grad_norm: float, rate: float, settings: Settings
+    optimizer: DistributedOptimizer, grad_norm: float, rate: float, clip_grad_norm: float
 ) -> None:
-    """Clip by the norm of the whole gradient, and update weights and moments.
-
-    megatron-core leaves the rate and the decay to a scheduler.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-        decay = settings.decay_at(rate, hidden=group["hidden"])
-        group["weight_decay"] = decay if group["decayed"] else 0.0
-    factor = settings.clip_grad_norm / (grad_norm + 1e-6)
+    """Clip by the norm of the whole gradient, and update weights and states."""
+    optimizer.optimizer.set_rate(rate)  # megatron-core leaves it to a scheduler
+    factor = clip_grad_norm / (grad_norm + 1e-6)
     if factor < 1:
         parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients = [weight.grad for weight in parameters if weight.grad is not None]
         torch._foreach_mul_(gradients, factor)
     optimizer.step_with_ready_grads()
+
+
+def register_matrices(run: RunConfig, model: Any, state: OptimizerState) -> None:
+    """Have this stage's hidden matrices updated whole, if the run's optimizer asks for that."""
+    settings = run.optimizer
+    if not isinstance(settings, MatrixOptimizer):
+        return
+    hidden = hidden_matrices(run.model)
+    names = {parameter: name for name, parameter in global_parameters(model).items()}
+    parts = [
+        matrices.MatrixPart(
+            piece.inner,
+            slice(0, piece.inner.numel()),
+            piece.owner,
+            piece.ranks,
+            _Direction(run, settings, names[piece.parameter], piece.parameter.shape),
+        )
+        for piece in state.pieces
+        if hidden.issuperset(megatron_names.hf_names(names[piece.parameter]))
+    ]
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    matrices.register(settings, state.inner_optimizer, parts, group)
+
+
+class _Direction:
+    """The direction of a megatron tensor from its shard on this rank, one HF matrix at a time.
+
+    Queries, keys, values, gate and up are matrices of their own in HF: the one in which they are
+    fused here is a matter of layout, and a tensor rank's shard even more so.
+    """
+
+    def __init__(
+        self, run: RunConfig, settings: MatrixOptimizer, name: str, shape: torch.Size
+    ) -> None:
+        self._run, self._settings, self._name, self._shape = run, settings, name, shape
+
+    def __call__(self, flat: Tensor) -> Tensor:
+        """Return the direction of the shard, flat; all tensor ranks call and compute the same."""
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        shards = [torch.empty_like(flat) for _ in range(size)] if size > 1 else [flat]
+        if size > 1:
+            dist.all_gather(shards, flat, parallel_state.get_tensor_model_parallel_group())
+        matrix = megatron_names.unshard(self._name, [shard.view(self._shape) for shard in shards])
+
+        dtype = PARAMETER_DTYPE[self._run.precision]
+        for rows in megatron_names.hf_rows(self._name, self._run.model).values():
+            index = torch.cat([torch.arange(*span, device=flat.device) for span in rows])
+            matrix[index] = self._settings.direction(matrix[index], dtype)
+        return megatron_names.shard(self._name, matrix, rank, size).flatten()

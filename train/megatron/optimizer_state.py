@@ -1,4 +1,4 @@
-"""The flat shards of the distributed optimizer (weights, moments, slots) and their checkpoint form.
+"""The flat shards of the distributed optimizer (weights, states, slots) and their checkpoint form.
 
 A data-parallel rank holds one stretch of all parameters laid end to end:
 
@@ -24,7 +24,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from train.optimizers.stepping import GroupStepOptimizer
+
 STATE = "optimizer.state."  # begins the checkpoint key of a part of a parameter's state
 SLOT = "slot."  # follows it for a slot
 EMBEDDING = "embedding.word_embeddings.weight"  # a parameter that every model has
@@ -40,18 +41,21 @@ class Piece:
     owner: int  # data-parallel rank on which the parameter begins
     last: int  # data-parallel rank on which it ends
     ranks: tuple[tuple[int, int], ...]  # (start, stop) on each rank from the owner to the last
-    inner: Tensor  # fp32, flat: what the inner optimizer updates, and its key for the moments
+    inner: Tensor  # fp32, flat: what the inner optimizer updates, and its key for the states
 
 
 class OptimizerState:
-    """Main weights, moments and slots of one rank.
+    """Main weights, optimizer states and slots of one rank.
 
     Attributes:
         pieces: this rank's parts of parameters, in the order of `weights`.
     """
 
-    def __init__(self, optimizer: DistributedOptimizer, slot_names: list[str]) -> None:
+    def __init__(
+        self, optimizer: DistributedOptimizer, states: tuple[str, ...], slot_names: list[str]
+    ) -> None:
         self._part: Any = optimizer
+        self._states = states
         self._group = self._part.data_parallel_group_gloo  # pieces travel between CPUs
         self._rank = dist.get_rank(self._group)
         self.pieces = [
@@ -88,9 +92,9 @@ class OptimizerState:
                 )
 
     @property
-    def inner_optimizer(self) -> torch.optim.Optimizer:
-        """Return the AdamW that updates the pieces."""
-        inner: torch.optim.Optimizer = self._part.optimizer
+    def inner_optimizer(self) -> GroupStepOptimizer:
+        """Return the optimizer that updates the pieces."""
+        inner: GroupStepOptimizer = self._part.optimizer
         return inner
 
     def weights(self) -> list[Tensor]:
@@ -109,21 +113,15 @@ class OptimizerState:
         """Return a slot in the order of `weights`."""
         return [self._slots[name][piece.parameter] for piece in self.pieces]
 
-    @property
-    def steps(self) -> int:
-        """Return the updates so far, for Adam's bias correction; the same in every group."""
-        return int(self._part.param_groups[0]["step"])
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        for group in self._part.param_groups:
-            group["step"] = value
-
     def _tensors(self, piece: Piece) -> dict[str, Tensor]:
         """Return all state of a piece by its part of the checkpoint key, flat."""
-        moments = self._part.optimizer.state[piece.inner]
+        states = self.inner_optimizer.state[piece.inner]
         slots = {SLOT + name: tensors[piece.parameter] for name, tensors in self._slots.items()}
-        return {"param": piece.inner.detach(), **{key: moments[key] for key in MOMENTS}, **slots}
+        return {
+            "param": piece.inner.detach(),
+            **{key: states[key] for key in self._states},
+            **slots,
+        }
 
     def to_save(self, model: Any) -> dict[str, Any]:
         """Return the optimizer's part of a checkpoint, for mcore to save.
@@ -146,12 +144,13 @@ class OptimizerState:
             entry.replica_id = (*entry.replica_id[:-1], int(owners.get(parameter) != self._rank))
 
     def to_load(self, model: Any, slots: list[str]) -> dict[str, Any]:
-        """Return empty tensors for mcore to load into: weights, moments, and `slots`.
+        """Return empty tensors for mcore to load into: weights, states, and `slots`.
 
         They hold the rows of a parameter in which this rank's piece is, not the whole parameter.
         The slots need not be this run's: a branch and its parent may have different averages.
         """
-        entries, kinds = _entries(model), ("param", *MOMENTS, *(SLOT + name for name in slots))
+        entries = _entries(model)
+        kinds = ("param", *self._states, *(SLOT + name for name in slots))
         return {
             str(index): {
                 kind: list(_rows(entries[id(piece.parameter)], kind, piece)) for kind in kinds

@@ -39,7 +39,7 @@ def probe(pipeline: Pipeline, inputs_BS: Tensor) -> dict[str, Tensor]:
         for handle in recorder.handles:
             handle.remove()
     if logits_SBV is not None:
-        recorder.keep("logits", logits_SBV[: recorder.length].transpose(0, 1), own_features=True)
+        recorder.keep("logits", logits_SBV[: recorder.length].transpose(0, 1), shards_features=True)
     parts: dict[str, list[Tensor]] = {}
     for outputs in sent_to_rank_zero(recorder.outputs):  # tensor ranks of a group are in order
         for name, output in outputs.items():
@@ -123,19 +123,21 @@ class _Recorder:
 
     def _split(self, name: str, x: Tensor) -> None:
         """Record features of this tensor-parallel rank: [S, B, W], or heads [S, B, N, D]."""
-        self.keep(PROBE_OUTPUTS + name, x[self.length - 1].flatten(1), own_features=True)
+        self.keep(PROBE_OUTPUTS + name, x[self.length - 1].flatten(1), shards_features=True)
 
     def _whole(self, name: str, x_SBW: Tensor, *, every_token: bool = False) -> None:
         """Record an output of all features."""
         if self._sequence_parallel:
             x_SBW = gather_from_sequence_parallel_region(x_SBW)
         tokens = x_SBW[: self.length].transpose(0, 1) if every_token else x_SBW[self.length - 1]
-        self.keep(PROBE_OUTPUTS + name, tokens, own_features=False)
+        self.keep(PROBE_OUTPUTS + name, tokens, shards_features=False)
 
-    def keep(self, name: str, output: Tensor, *, own_features: bool) -> None:
+    def keep(self, name: str, output: Tensor, *, shards_features: bool) -> None:
         """Copy an output once: in the first replica, on its tensor ranks or the first of them."""
         replicas = parallel_state.get_data_parallel_rank()
-        if replicas == 0 and (own_features or parallel_state.get_tensor_model_parallel_rank() == 0):
+        if replicas == 0 and (
+            shards_features or parallel_state.get_tensor_model_parallel_rank() == 0
+        ):
             self.outputs[name] = output.to("cpu", torch.float32, copy=True)
 
 

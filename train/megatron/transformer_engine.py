@@ -130,9 +130,9 @@ def _accumulating(linear: Any) -> Any:
         """A linear with gradient accumulation fused."""
 
         def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
-            own = copy.copy(config)
-            own.gradient_accumulation_fusion = True
-            super().__init__(*args, config=own, **kwargs)
+            fused = copy.copy(config)
+            fused.gradient_accumulation_fusion = True
+            super().__init__(*args, config=fused, **kwargs)
 
     return Accumulating
 

@@ -1,19 +1,27 @@
-"""The configuration of a model."""
+"""The configuration of a model; its parameters by HF name, and its transformers configuration.
 
-from typing import Literal, Self
+What differs between families is in their rows: `train.model.families`.
+"""
 
-from pydantic import Field, model_validator
+from typing import Any, Self
+
+from pydantic import Field, field_validator, model_validator
 
 from base.frozen import Frozen
+from base.names import take_one_of
+from train.model.families import FAMILIES, LAYERS, TRAINED
+from train.model.families.family import Family, Initializer, Size, Trainable
 
 # Twenty times the deepest model's: what is laid out by layer takes time and memory in proportion.
 MOST_LAYERS = 4096
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 class ModelConfig(Frozen):
     """A causal language model in transformers' terms; `family` is its `model_type`."""
 
-    family: Literal["olmo2", "llama", "gpt_neox"] = "olmo2"
+    family: str = Field(default="olmo2", description=f"one of {', '.join(TRAINED)}")
     vocab_size: int = Field(gt=0, description="rows of the embedding, padding included")
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(
@@ -28,10 +36,17 @@ class ModelConfig(Frozen):
     )
     norm_eps: float = Field(default=1e-6, gt=0, description="of RMSNorm, of LayerNorm for gpt_neox")
     initializer_range: float = Field(default=0.02, gt=0, description="std of every initial matrix")
-    initializer: Literal["truncated_normal", "normal"] = Field(
+    initializer: Initializer = Field(
         default="truncated_normal",
         description="at 3 std, as OLMo2; 'normal' is transformers' own for llama, gpt_neox",
     )
+
+    @field_validator("family")
+    @classmethod
+    def _is_trained(cls, family: str) -> str:
+        if family not in TRAINED:
+            raise ValueError(f"'{family}' cannot be trained; {take_one_of(family, TRAINED)}")
+        return family
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -48,15 +63,110 @@ class ModelConfig(Frozen):
                 f"num_attention_heads {self.num_attention_heads} does not divide over"
                 f" num_key_value_heads {self.num_key_value_heads}"
             )
-        if self.family == "gpt_neox" and self.num_key_value_heads != self.num_attention_heads:
+        is_grouped = self.num_key_value_heads != self.num_attention_heads
+        if is_grouped and not self.training.grouped_queries:
             raise ValueError(
-                "gpt_neox has no grouped queries; set num_key_value_heads to num_attention_heads"
+                f"{self.family} has no grouped queries; set num_key_value_heads to"
+                " num_attention_heads"
             )
-        if self.family != "gpt_neox" and self.rotary_fraction != 1:
+        if self.rotary_fraction != 1 and not self.row.rotates_parts:
             raise ValueError(f"{self.family} rotates whole heads; set rotary_fraction to 1")
         return self
+
+    @property
+    def row(self) -> Family:
+        """Return the row of its family."""
+        return FAMILIES[self.family]
+
+    @property
+    def training(self) -> Trainable:
+        """Return the part of the row that is about training."""
+        return TRAINED[self.family]
 
     @property
     def head_dim(self) -> int:
         """Return the width of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+
+def hf_settings(model: ModelConfig, sequence_length: int, eos_token_id: int) -> dict[str, Any]:
+    """Return the keyword arguments of the family's transformers configuration.
+
+    Everything is set: transformers' defaults are not those of the released models.
+    """
+    training = model.training
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    settings: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "max_position_embeddings": sequence_length,
+        "initializer_range": model.initializer_range,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": None,
+        "use_cache": True,
+        "hidden_act": model.row.hidden_act,
+        training.norm_eps: model.norm_eps,
+        "rope_parameters": rope,
+    }
+
+    # Only families that have such a setting know the key.
+    if training.grouped_queries:
+        settings["num_key_value_heads"] = model.num_key_value_heads
+    if model.row.rotates_parts:
+        rope["partial_rotary_factor"] = model.rotary_fraction
+    if training.states_head_dim:
+        settings["head_dim"] = model.head_dim
+    return settings | dict(training.settings)
+
+
+def parameter_shapes(model: ModelConfig) -> Shapes:
+    """Return the shape of every parameter by its HF name, in the order of the model."""
+    row, training, hidden = model.row, model.training, model.hidden_size
+    key_value = model.num_key_value_heads * model.head_dim
+    sizes: dict[Size, int] = {
+        "hidden": hidden,
+        "wide": model.intermediate_size,
+        "key_value": key_value,
+        "qkv": hidden + 2 * key_value,
+    }
+    parts = ("weight", "bias") if training.biases else ("weight",)
+
+    def parameters(module: str, shape: tuple[int, ...]) -> Shapes:
+        return {f"{module}.{part}": shape if part == "weight" else shape[:1] for part in parts}
+
+    table = (model.vocab_size, hidden)
+    shapes: Shapes = {row.embedding_weight: table}
+    for index in range(model.num_hidden_layers):
+        for module, axes in training.layer.items():
+            shape = tuple(sizes[axis] for axis in axes)
+            shapes |= parameters(f"{row.decoder}.{LAYERS}.{index}.{module}", shape)
+    shapes |= parameters(f"{row.decoder}.{row.final_norm}", (hidden,))
+    return shapes | {f"{row.head_in_files}.weight": table}
+
+
+def hidden_matrices(model: ModelConfig) -> frozenset[str]:
+    """Return HF names of the weights of linear layers but the output's."""
+    return frozenset(
+        name
+        for name, shape in parameter_shapes(model).items()
+        if f".{LAYERS}." in name and len(shape) == 2
+    )
+
+
+def residual_linears(model: ModelConfig, layer: int) -> tuple[str, str]:
+    """Return HF names of the two weights of a layer whose outputs enter the residual stream.
+
+    Tensor parallelism cuts their inputs, and the outputs of all others.
+    """
+    row = model.row
+    prefix = f"{row.decoder}.{LAYERS}.{layer}"
+    return (
+        f"{prefix}.{row.attention}.{row.writing}.weight",
+        f"{prefix}.{row.mlp}.{row.mlp_writing}.weight",
+    )

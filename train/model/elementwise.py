@@ -217,9 +217,8 @@ def normed_and_rotated(
     forward and backward. A plain all-reduce of the squares alone would get the gradient wrong.
     Positions count from 0.
     """
-    length, _, heads, head_dim = query_SBND.shape
-    repeats = heads if query_SBND.device.type == "cpu" and key.shape[2] == heads else 1
-    turns = rotations(length, head_dim, rotary_base, query_SBND.device, repeats)
+    length, _, _, head_dim = query_SBND.shape
+    turns = rotations(length, head_dim, rotary_base, query_SBND.device)
     query, key = _Heads.apply(query_SBND, key, query_weight_W, key_weight, turns, eps, group)
     return query, key
 

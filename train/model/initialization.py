@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.model.config import ModelConfig
-from train.model.families import parameter_shapes
+from train.model.config import ModelConfig, parameter_shapes
 
 CUT_AT = 3.0  # standard deviations (allenai/OLMo, olmo/initialization.py, init_cutoff_factor)
 CHUNK = 1 << 15  # weights of one counter: torch computes on so few in the calling thread
@@ -94,10 +93,10 @@ def _standard_normal(bits: Tensor, lowest: float) -> Tensor:
 
     as_bits = beyond.view(torch.int32)
     cell = (as_bits >> PLACE_BITS).sub_((FIRST_EXPONENT + 127) << CELL_BITS)  # exponents are biased
-    place = (as_bits & ((1 << PLACE_BITS) - 1)).float().mul_(2.0**-PLACE_BITS)
+    fraction = (as_bits & ((1 << PLACE_BITS) - 1)).float().mul_(2.0**-PLACE_BITS)
 
     first, rise = _quantiles()
-    distance = rise.index_select(0, cell).mul_(place).add_(first.index_select(0, cell))
+    distance = rise.index_select(0, cell).mul_(fraction).add_(first.index_select(0, cell))
     distance.view(torch.int32).bitwise_xor_(sign)
     return distance
 

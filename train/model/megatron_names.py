@@ -1,52 +1,23 @@
 """The form of an OLMo2 in megatron-core: its keys, the fusion of q, k, v and gate, up, its shards.
 
-The engine initialises with it and `ckpt_tools` exports; no engine has to be installed.
+The names are those of its row, `train.model.families.olmo2`. The engine initialises with it and
+`ckpt_tools` exports; no engine has to be installed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from train.model.config import ModelConfig
-from train.model.families import parameter_shapes
+from train.model.config import ModelConfig, parameter_shapes
+from train.model.families.family import MegatronParameter
+from train.model.families.olmo2 import MEGATRON
 
 LAYERS = "decoder.layers."
 HF_LAYERS = "model.layers."
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One megatron key: its HF keys, their fusion, and the axis that tensor parallelism splits."""
-
-    hf_names: tuple[str, ...]
-    fusion: Literal["none", "qkv", "gate_up"] = "none"
-    shard_axis: int | None = None
-
-
-OUTSIDE_LAYERS = {
-    "embedding.word_embeddings.weight": Entry(("model.embed_tokens.weight",), shard_axis=0),
-    "decoder.final_layernorm.weight": Entry(("model.norm.weight",)),
-    "output_layer.weight": Entry(("lm_head.weight",), shard_axis=0),
-}
-INSIDE_LAYER = {
-    "self_attention.linear_qkv.weight": Entry(
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        "qkv",
-        shard_axis=0,
-    ),
-    "self_attention.q_layernorm.weight": Entry(("self_attn.q_norm.weight",), shard_axis=0),
-    "self_attention.k_layernorm.weight": Entry(("self_attn.k_norm.weight",), shard_axis=0),
-    "self_attention.linear_proj.weight": Entry(("self_attn.o_proj.weight",), shard_axis=1),
-    "self_attention.linear_proj.post_norm.weight": Entry(("post_attention_layernorm.weight",)),
-    "mlp.linear_fc1.weight": Entry(
-        ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up", shard_axis=0
-    ),
-    "mlp.linear_fc2.weight": Entry(("mlp.down_proj.weight",), shard_axis=1),
-    "mlp.linear_fc2.post_norm.weight": Entry(("post_feedforward_layernorm.weight",)),
-}
+OUTSIDE_LAYERS, INSIDE_LAYER = MEGATRON.outside, MEGATRON.layer
 
 
 def megatron_names(num_layers: int) -> list[str]:
@@ -63,7 +34,7 @@ def split_layer(name: str) -> tuple[int | None, str]:
     return int(layer), suffix
 
 
-def _entry(name: str) -> tuple[Entry, str]:
+def _entry(name: str) -> tuple[MegatronParameter, str]:
     """Return the entry of a global megatron name and the prefix of its HF names."""
     layer, suffix = split_layer(name)
     if layer is None:

@@ -11,19 +11,17 @@ from torch import Tensor
 
 @lru_cache(maxsize=2)  # of the run's context, and of a probe's shorter one
 def rotations(
-    length: int, head_dim: int, base: float, device: torch.device, heads: int = 1
+    length: int, head_dim: int, base: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every position and feature: [S, 1, `heads`, D] in fp32.
+    """Return cos and sin of every position and feature: [S, 1, 1, D] in fp32.
 
-    The sin of a head's first half is negative. A CPU multiplies faster by rows that are repeated
-    for all heads than by one that it reads again for each.
+    The sin of a head's first half is negative.
 
     Args:
         length: S, positions from 0.
         head_dim: D, even.
         base: feature i of the first half turns by base^(-2i / D) radians a position.
         device: of the result.
-        heads: times that each row is repeated.
 
     Example: position 1 turns the first pair of features by 1 radian, the second by 1/100.
         >>> cos, sin = rotations(2, 4, 1e4, torch.device("cpu"))
@@ -34,8 +32,7 @@ def rotations(
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, 1.0 / base**exponents)[:, None, None]
     cos, sin = angles.cos(), angles.sin()
-    rows = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    return rows[0].repeat(1, 1, heads, 1), rows[1].repeat(1, 1, heads, 1)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rotated(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

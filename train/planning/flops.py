@@ -5,11 +5,10 @@ import math
 import re
 from typing import NamedTuple
 
-from train.model.config import ModelConfig
-from train.model.families import parameter_shapes
+from train.model.config import ModelConfig, parameter_shapes
 
-# The roofline of the 7B on 64 H100 has 46% at pessimistic rates and 55% at expected ones
-# (`python -m tests.bench.roofline`); OLMo-core reports 47 to 48% of its own engine.
+# Measured on one H200 and one H100: 43 to 45% with OLMo2-190M and 53 to 56% with OLMo2-1B
+# (docs/guides/one-gpu.md). OLMo-core reports 47 to 48% of its own engine with the 7B.
 MFU = 0.45
 
 # A model this narrow spends its time on moving logits: with 256 wide and 100,352 tokens the output
@@ -18,10 +17,8 @@ MFU = 0.45
 # launch as to run.
 NARROW_HIDDEN_SIZE, NARROW_MFU = 512, 0.1
 
-EMBEDDINGS = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")  # looked up, not multiplied
 
-
-class Gpu(NamedTuple):
+class GpuKind(NamedTuple):
     """A kind of GPU, from NVIDIA's data sheets.
 
     Attributes:
@@ -38,9 +35,9 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "h100": Gpu(989e12, 80 * 10**9, 67e12, 3.35e12),  # SXM
-    "h200": Gpu(989e12, 141 * 10**9, 67e12, 4.8e12),  # SXM
-    "a100": Gpu(312e12, 80 * 10**9, 19.5e12, 2.039e12),  # SXM
+    "h100": GpuKind(989e12, 80 * 10**9, 67e12, 3.35e12),  # SXM
+    "h200": GpuKind(989e12, 141 * 10**9, 67e12, 4.8e12),  # SXM
+    "a100": GpuKind(312e12, 80 * 10**9, 19.5e12, 2.039e12),  # SXM
 }
 
 
@@ -62,27 +59,13 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
         >>> round(flops_per_token(OLMO2_7B, 4096) / 1e9, 1)
         47.8
     """
-    shapes = parameter_shapes(model)
-    multiplied = sum(math.prod(shape) for name, shape in shapes.items() if name not in EMBEDDINGS)
+    embedding = model.row.embedding_weight
+    multiplied = sum(
+        math.prod(shape) for name, shape in parameter_shapes(model).items() if name != embedding
+    )
     return float(
         6 * multiplied + 12 * model.num_hidden_layers * model.hidden_size * sequence_length
     )
-
-
-@functools.cache
-def product_weights(model: ModelConfig) -> tuple[int, int]:
-    """Return the weights of matrix products in a layer, and outside the layers.
-
-    Example: q, k, v, o and gate, up, down; lm_head.
-        >>> from train.model.presets import OLMO2_7B
-        >>> product_weights(OLMO2_7B) == (4 * 4096**2 + 3 * 4096 * 11008, 100_352 * 4096)
-        True
-    """
-    sizes = {True: 0, False: 0}
-    for name, shape in parameter_shapes(model).items():
-        if len(shape) == 2 and name not in EMBEDDINGS and (".layers." not in name or ".0." in name):
-            sizes[".layers." in name] += math.prod(shape)
-    return sizes[True], sizes[False]
 
 
 def assumed_mfu(model: ModelConfig) -> float:

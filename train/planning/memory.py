@@ -12,8 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from train.model import megatron_names
-from train.model.config import ModelConfig
-from train.model.families import parameter_shapes
+from train.model.config import ModelConfig, parameter_shapes
 from train.model.precision import FP8_RECIPES, dtype_of
 from train.run.config import RunConfig
 from train.run.parallel import LOSS_CHUNK_TOKENS
@@ -22,8 +21,7 @@ from train.run.schedules import first_step
 # CUDA context, NCCL's buffers, cuBLAS workspaces, transients, slack of the allocator
 FRAMEWORK_BYTES = 4 * 10**9
 ZERO_BUCKET_ELEMENTS = 500_000_000  # gradients that DeepSpeed reduces at once
-MAIN, MOMENTS = 4, 8  # bytes of a parameter: its fp32 main weight, Adam's two fp32 moments
-FP32 = 4
+FP32 = 4  # bytes of a main weight, and of each state that the optimizer keeps for it
 
 
 class RankMemory(NamedTuple):
@@ -41,7 +39,7 @@ class RankMemory(NamedTuple):
 class CheckpointBytes(NamedTuple):
     """The disk space of checkpoints, without the probe and JSON beside the shards."""
 
-    full_each: int  # weights, fp32 main weights, Adam's moments, averages' slots
+    full_each: int  # weights, fp32 main weights, optimizer states, averages' slots
     weights_each: int  # weights as the model computes with them
     full: int  # permanent checkpoints with optimizer state
     weights: int  # permanent ones without
@@ -67,6 +65,11 @@ def parameter_count(config: RunConfig) -> int:
 def bytes_of_weight(config: RunConfig) -> int:
     """Return the bytes of a weight or activation in the forward pass."""
     return FP32 if dtype_of(config.precision) == "fp32" else 2
+
+
+def state_bytes(config: RunConfig) -> int:
+    """Return the bytes of a parameter's state: main weight, optimizer states, averages' slots."""
+    return FP32 * (1 + len(config.optimizer.STATES) + num_slots(config))
 
 
 def num_slots(config: RunConfig) -> int:
@@ -117,11 +120,15 @@ def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
         return 3 * h * d, (2 * h + 2 * k + 2 * f) * d
     if config.engine == "megatron":  # also the MLP's input; q and k rotated; the MLP's product
         return 4 * h * d, (3 * h + 3 * k + 3 * f) * d
-    if model.family == "olmo2":
-        return (4 * h + 2 * k + 4 * f) * d + (3 * h + k) * norm, 0
-    if model.family == "llama":  # casts before it multiplies with the norm's weight
-        return (6 * h + 2 * k + 4 * f) * d + 2 * h * FP32, 0
-    return (10 * h + 2 * f) * d, 0
+    match model.row.norms, model.row.activation:
+        case "after", "swiglu":
+            return (4 * h + 2 * k + 4 * f) * d + (3 * h + k) * norm, 0
+        case "before", "swiglu":  # casts before it multiplies with the norm's weight
+            return (6 * h + 2 * k + 4 * f) * d + 2 * h * FP32, 0
+        case "before", "gelu":
+            return (10 * h + 2 * f) * d, 0
+        case arrangement:
+            raise NotImplementedError(f"activations of a layer of {arrangement} are not counted")
 
 
 def _activations(config: RunConfig, stage: int, num_micro: int) -> dict[str, int]:
@@ -178,8 +185,8 @@ def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
     state = {
         "weights": count * d,
         "gradients, fp32": count * FP32,
-        "main weights, fp32": share * MAIN,
-        "Adam's moments, fp32": share * MOMENTS,
+        "main weights, fp32": share * FP32,
+        "optimizer states, fp32": share * FP32 * len(config.optimizer.STATES),
         "averages, fp32": share * FP32 * num_slots(config),
     }
     if config.precision in FP8_RECIPES:
@@ -222,8 +229,7 @@ def snapshot_bytes(config: RunConfig, world_size: int) -> int:
     share = -(-count // config.data_parallel_size(world_size))
     weights = share if config.engine == "megatron" else count
     copies = 1 + (config.saving.full_steps is not None) + len(config.averages)
-    state = share * (MAIN + MOMENTS + FP32 * num_slots(config))
-    return state + copies * weights * bytes_of_weight(config)
+    return share * state_bytes(config) + copies * weights * bytes_of_weight(config)
 
 
 def checkpoint_bytes(config: RunConfig) -> CheckpointBytes:
@@ -237,7 +243,7 @@ def checkpoint_bytes(config: RunConfig) -> CheckpointBytes:
     )
     full = sum(map(saving.keeps_state, config.save_steps))
     return CheckpointBytes(
-        full_each=count * (bytes_of_weight(config) + MAIN + MOMENTS + FP32 * num_slots(config)),
+        full_each=count * (bytes_of_weight(config) + state_bytes(config)),
         weights_each=count * bytes_of_weight(config),
         full=full,
         weights=len(config.save_steps) - full,

@@ -1,4 +1,4 @@
-"""The layouts of a run that fit into the memory of GPUs, the fastest first."""
+"""The layouts of a run that fit into the memory of GPUs, those that cost the least time first."""
 
 import itertools
 import math
@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from base.errors import UserError
-from train.planning.flops import Gpu
+from train.planning.flops import GpuKind
 from train.planning.memory import RankMemory, rank_memory
-from train.planning.speed import PESSIMISTIC, Roofline
 from train.run.config import RunConfig
+
+RECOMPUTE = ("none", "selective", "layers")  # "layers" adds a third to the time, as a 4th pass
 
 
 class Layout(NamedTuple):
@@ -20,7 +21,6 @@ class Layout(NamedTuple):
     words: str  # how a replica is split
     changes: dict[str, Any]  # to run.json
     memory: RankMemory
-    speed: Roofline  # at pessimistic rates
 
 
 def _divisors(number: int) -> list[int]:
@@ -28,13 +28,16 @@ def _divisors(number: int) -> list[int]:
 
 
 def _shardings(config: RunConfig, gpus_per_node: int) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """Yield ways to split a replica, the simplest first: its GPUs, changes to run.json, words."""
+    """Yield ways to split a replica, the simplest first: its GPUs, changes to run.json, words.
+
+    Stages of a pipeline send less than tensor ranks do.
+    """
     if config.engine == "deepspeed":
         for stage in (1, 2):
             yield 1, {"zero": {"stage": stage}}, f"ZeRO stage {stage}"
         return
     splits = itertools.product(_divisors(gpus_per_node), _divisors(config.model.num_hidden_layers))
-    for tensor, pipeline in sorted(splits, key=lambda split: (split[0] * split[1], split[1])):
+    for tensor, pipeline in sorted(splits, key=lambda split: (split[0] * split[1], split[0])):
         sequence = tensor > 1 and config.data.sequence_length % tensor == 0
         changes = {"tensor": tensor, "pipeline": pipeline, "sequence": sequence}
         words = f"tensor {tensor}{' + sequence' if sequence else ''}, pipeline {pipeline}"
@@ -42,38 +45,29 @@ def _shardings(config: RunConfig, gpus_per_node: int) -> Iterator[tuple[int, dic
 
 
 def fitting_layouts(
-    config: RunConfig, world_size: int, *, gpus_per_node: int, gpu: Gpu
+    config: RunConfig, world_size: int, *, gpus_per_node: int, gpu: GpuKind
 ) -> list[Layout]:
-    """Return the layouts that fit into memory, the fastest first, with their fastest micro batch.
+    """Return the layouts that fit into memory, each with the largest micro batch that does.
 
     The search covers tensor sizes that divide a node, pipeline sizes that divide the layers, micro
-    batches that divide a replica's share of the batch, and `recompute`. Layouts are ranked at the
-    pessimistic rates: one that depends least on links and host loses little where these are faster.
-    Of equals the simplest comes first.
+    batches up to the run's own, and `recompute`. Those that recompute whole layers come last, then
+    the simplest split comes first, and of equals the one that recomputes nothing.
     """
     layouts, common = [], math.gcd(*config.batch_sizes)
-    for (ranks, split, words), recompute in itertools.product(
-        _shardings(config, gpus_per_node), ("none", "selective", "layers")
-    ):
+    for ranks, split, words in _shardings(config, gpus_per_node):
         replicas = world_size // ranks
         if world_size % ranks or common % replicas:
             continue
-        fitting = []
-        for micro in _divisors(common // replicas):
-            changes = split | {"recompute": recompute, "micro_batch_size": micro}
-            changed = _changed(config, changes)
-            memory = changed and memory_if_it_fits(changed, world_size, gpu.memory_bytes)
-            if not changed or not memory:
-                break
-            speed = Roofline(changed, world_size, gpus_per_node, gpu, PESSIMISTIC)
-            fitting.append(Layout(words, changes, memory, speed))
-        if fitting:
-            layouts.append(min(fitting, key=_seconds))
-    return sorted(layouts, key=_seconds)
-
-
-def _seconds(layout: Layout) -> float:
-    return layout.speed.seconds
+        sizes = [size for size in _divisors(common // replicas) if size <= config.micro_batch_size]
+        for recompute in RECOMPUTE:
+            for size in reversed(sizes):
+                changes = split | {"recompute": recompute, "micro_batch_size": size}
+                changed = _changed(config, changes)
+                memory = changed and memory_if_it_fits(changed, world_size, gpu.memory_bytes)
+                if memory:
+                    layouts.append(Layout(words, changes, memory))
+                    break
+    return sorted(layouts, key=lambda layout: layout.changes["recompute"] == "layers")
 
 
 def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig | None:
@@ -93,9 +87,39 @@ def memory_if_it_fits(config: RunConfig, world_size: int, gpu_bytes: int) -> Ran
     return memory if memory.bytes <= gpu_bytes else None
 
 
-def fit(config: RunConfig, world_size: int, *, gpus_per_node: int, gpu: Gpu) -> RunConfig | None:
-    """Return the run in its own layout if that fits, else in the fastest that does, or None."""
+def fit(
+    config: RunConfig, world_size: int, *, gpus_per_node: int, gpu: GpuKind
+) -> RunConfig | None:
+    """Return the run in its own layout if that fits, else in the first that does, or None."""
     if memory_if_it_fits(config, world_size, gpu.memory_bytes):
         return config
     layouts = fitting_layouts(config, world_size, gpus_per_node=gpus_per_node, gpu=gpu)
     return _changed(config, layouts[0].changes) if layouts else None
+
+
+def ranks_for(fitting: dict[int, RunConfig], gpus: int, runs: int) -> int:
+    """Return the ranks of each run where so many runs share so many GPUs.
+
+    Runs that recompute whole layers come last. Then as many GPUs as possible are at work, each
+    replica on as few of them as possible, by as few ranks a run as that takes: four runs on two
+    GPUs each communicate less than one after the other on eight.
+
+    Args:
+        fitting: the run in a layout that fits, by the number of its ranks.
+        gpus: of the hardware.
+        runs: that can train at once.
+
+    Example: a run as it is on any number of GPUs.
+        >>> from types import SimpleNamespace as Run
+        >>> run = Run(recompute="none", parallel=Run(tensor=1, pipeline=1))
+        >>> fitting = dict.fromkeys((1, 2, 4, 8), run)
+        >>> [ranks_for(fitting, gpus=8, runs=runs) for runs in (1, 3, 4, 100)]
+        [8, 4, 2, 1]
+    """
+
+    def cost(ranks: int) -> tuple[bool, int, int, int]:
+        run, at_work = fitting[ranks], min(runs, gpus // ranks) * ranks
+        split = run.parallel.tensor * run.parallel.pipeline
+        return run.recompute == "layers", -at_work, split, ranks
+
+    return min(fitting, key=cost)

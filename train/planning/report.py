@@ -97,13 +97,12 @@ def _memory_table(memory: RankMemory, gpu_bytes: int) -> Table:
 
 
 def _layout_table(layouts: list[Layout]) -> Table:
-    title = "  layouts that fit by the estimate, the fastest first; MFU at pessimistic rates"
+    title = "  layouts that fit by the estimate, the simplest first"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("replica")
-    for heading in ("micro batch", "recompute", "memory", "MFU"):
+    for heading in ("micro batch", "recompute", "memory"):
         table.add_column(heading, justify="right")
     for layout in layouts[:SHOWN_LAYOUTS]:
         settings = [str(layout.changes[key]) for key in ("micro_batch_size", "recompute")]
-        figures = (_gigabytes(layout.memory.bytes), f"{layout.speed.mfu:.0%}")
-        table.add_row(layout.words, *settings, *figures)
+        table.add_row(layout.words, *settings, _gigabytes(layout.memory.bytes))
     return table

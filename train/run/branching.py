@@ -1,7 +1,7 @@
 """The check of a branch, a run that starts from another one's checkpoint, such as a cooldown.
 
 Updates keep their numbers, and data and learning rate are functions of them: a branch sees what
-its parent would have. `dynamics.recipes.parts` makes branches; `train.checkpoints.resuming` begins
+its parent would have. `study.recipes.parts` makes branches; `train.checkpoints.resuming` begins
 them.
 """
 
@@ -40,11 +40,11 @@ def check_parent(run: RunConfig, parent: RunDirectory) -> None:
             f"{parent.path} has fingerprint {fingerprint(origin)}; name the run that was meant"
         )
     for key in MUST_AGREE:
-        own, parents = _compared(run, key), _compared(origin, key)
-        if own == parents:
+        settings, parents = _compared(run, key), _compared(origin, key)
+        if settings == parents:
             continue
-        if isinstance(own, dict):
-            key = next(f"{key}.{name}" for name in own if own[name] != parents[name])
+        if isinstance(settings, dict):
+            key = next(f"{key}.{name}" for name in settings if settings[name] != parents[name])
         raise UserError(f"a branch has the {key} of its parent {parent.path}; set it as there")
     if step not in parent.complete_steps():
         steps = ", ".join(map(str, parent.complete_steps())) or "none"

@@ -6,7 +6,6 @@ step in `train.run.schedules`.
 """
 
 import bisect
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -14,15 +13,17 @@ from pydantic import Field, model_validator
 
 from base.errors import UserError
 from base.frozen import NAME_PATTERN, Frozen, fingerprint
-from base.names import dotted_keys, nearest
-from base.reading import NotJsonError, as_model, parse_json, read_object
+from base.names import dotted_keys
+from base.reading import as_model, read_object
+from base.settings import change, check_path, name_part
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
+from train.model.families import TRAINED
 from train.model.precision import FP8_RECIPES, Precision
+from train.optimizers import AnyOptimizer
 from train.run.optimization import (
     Ema,
     Lawa,
-    OptimizerConfig,
     ScheduleConfig,
     SmallerBatch,
     SpikeConfig,
@@ -76,7 +77,7 @@ class RunConfig(Frozen):
     )
     model: ModelConfig
     data: DataConfig
-    optimizer: OptimizerConfig
+    optimizer: AnyOptimizer
     schedule: ScheduleConfig
     averages: tuple[Annotated[Lawa | Ema, Field(discriminator="kind")], ...] = ()
     spikes: SpikeConfig | None = None
@@ -163,9 +164,10 @@ class RunConfig(Frozen):
 
     def _check_engine(self) -> None:
         if self.engine == "megatron":
-            if self.model.family != "olmo2":
+            if self.model.training.megatron is None:
+                trained = ", ".join(name for name, row in TRAINED.items() if row.megatron)
                 raise ValueError(
-                    f"the megatron engine trains olmo2, not {self.model.family}; set engine to"
+                    f"the megatron engine trains {trained}, not {self.model.family}; set engine to"
                     " deepspeed"
                 )
             if self.zero != ZeroConfig():
@@ -276,25 +278,20 @@ def load_run(path: Path) -> RunConfig:
     return config
 
 
+def settable_paths(config: RunConfig) -> list[str]:
+    """Return the paths that `--set` can change: all but the name and what a sweep varied."""
+    return list(dotted_keys(config.model_dump(mode="json", exclude={"name", "factors"})))
+
+
 def with_settings(config: RunConfig, settings: list[str]) -> RunConfig:
-    """Return the configuration changed by `key.path=value` settings, which its name says.
+    """Return the configuration changed by PATH=VALUE settings, which its name says.
 
     With optimizer.peak_lr=6e-4 the name lr3e-4 becomes lr3e-4-peak_lr=6e-4.
     """
-    content = config.model_dump(mode="json")
+    content, paths = config.model_dump(mode="json"), settable_paths(config)
     for setting in settings:
-        path, separator, text = setting.partition("=")
-        *parents, key = path.split(".")
-        owner: Any = None if path.startswith(("name", "factors")) else content
-        for parent in parents:
-            owner = owner.get(parent) if isinstance(owner, dict) else None
-        if not separator or not isinstance(owner, dict) or key not in owner:
-            near = nearest(path, dotted_keys(config.model_dump(exclude={"name", "factors"})))
-            hint = f"did you mean {near}?" if near and near != path else "write key.path=value"
-            raise UserError(f"--set {setting}: no such key of run.json; {hint}")
-        try:
-            owner[key] = parse_json(text, f"--set {setting:.40}", "give another value")
-        except NotJsonError:
-            owner[key] = text
-        content["name"] += re.sub(r"[^A-Za-z0-9._=+-]+", "_", f"-{key}={text}")
+        check_path(setting, paths)
+        change(content, setting)
+        path, _, value = setting.partition("=")
+        content["name"] += name_part(path.rpartition(".")[2], value)
     return as_model(RunConfig, content, "--set")

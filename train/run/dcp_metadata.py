@@ -81,8 +81,8 @@ def read_metadata(checkpoint: Path) -> Metadata:
     try:
         for key, record in metadata.state_dict_metadata.items():
             _check_tensor(key, record)
-        for index, place in (metadata.storage_data or {}).items():
-            _check_place(index, place)
+        for index, storage in (metadata.storage_data or {}).items():
+            _check_storage(index, storage)
     except (AttributeError, TypeError, ValueError) as error:  # a field is missing or another's
         raise UserError(f"{path} is damaged ({error}); give another checkpoint") from None
     return metadata
@@ -109,9 +109,9 @@ def _size(value: Any) -> torch.Size:
     return value
 
 
-def _check_place(index: Any, place: Any) -> None:
+def _check_storage(index: Any, storage: Any) -> None:
     """Raise ValueError, TypeError or AttributeError for what is no place in a file beside it."""
-    name, begin, length = place.relative_path, place.offset, place.length
+    name, begin, length = storage.relative_path, storage.offset, storage.length
     if not isinstance(name, str) or PurePath(name).name != name or "\0" in name:
         raise ValueError(f"{name!r:.80} is not a file of it")
     if not (type(begin) is type(length) is int and begin >= 0 and length >= 0):

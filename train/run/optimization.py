@@ -1,6 +1,8 @@
-"""The configuration of optimizer, schedule, batch-size warm-up, averages and spikes."""
+"""The configuration of schedule, batch-size warm-up, averages and spikes."""
 
-from typing import ClassVar, Literal, Self, assert_never
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal, Self, assert_never, override
 
 from pydantic import Field, model_validator
 
@@ -9,96 +11,101 @@ from base.frozen import Frozen
 Shape = Literal["linear", "cosine", "sqrt"]  # of a fall of the learning rate
 
 
-class OptimizerConfig(Frozen):
-    """AdamW; by default as Ai2 trained OLMo2: all but the token embedding is decayed.
+def share_left(shape: Shape, progress: float) -> float:
+    """Return the share of a decay of this shape that is left: 1 at its start, 0 at its end.
 
-    A step at the learning rate r multiplies what is decayed, with W = `weight_decay`, by
+    Args:
+        shape: linear, cosine, or sqrt for 1 - sqrt(progress).
+        progress: from 0 to 1.
 
-    - adamw: 1 - r W (Loshchilov and Hutter, arXiv 1711.05101)
-    - adamc: 1 - r W r / peak_lr in hidden matrices, elsewhere as adamw (Defazio, arXiv 2506.02285,
-      which counts as normalised "every linear layer ... excluding the output layer")
-    - independent: 1 - W r / peak_lr, whatever the peak (Wortsman et al., arXiv 2309.14322)
+    Example:
+        >>> [round(share_left(shape, 0.25), 3) for shape in ("linear", "cosine", "sqrt")]
+        [0.75, 0.854, 0.5]
+    """
+    match shape:
+        case "linear":
+            return 1 - progress
+        case "cosine":
+            return (1 + math.cos(math.pi * progress)) / 2
+        case "sqrt":
+            return 1 - math.sqrt(progress)
+        case _:
+            assert_never(shape)
+
+
+class Phase(Frozen, ABC):
+    """The learning rate between warm-up and anneal. A kind of it is one class, with all of these.
+
+    Attributes:
+        DECAYS: whether the rate falls in it, so that an anneal is one more fall.
     """
 
-    peak_lr: float = Field(ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    matrices: Literal["adamw", "muon"] = Field(
-        default="adamw",
-        description=(
-            "optimizer of the hidden matrices, in the shapes they have in HF; muon: train/muon.py,"
-            " with AdamW for the rest"
-        ),
-    )
-    weight_decay: float = Field(default=0.1, ge=0)
-    decay: Literal["adamw", "adamc", "independent"] = Field(
-        default="adamw", description="how the learning rate scales the weight decay"
-    )
-    undecayed: tuple[str, ...] = Field(
-        default=("embed_tokens",),
-        description="parts of HF parameter names that are not decayed; plainLM: ['bias', 'norm']",
-    )
-    clip_grad_norm: float = Field(default=1.0, gt=0)
-    z_loss: float = Field(
-        default=1e-5, ge=0, description="times mean(logsumexp(logits)^2), added to the loss"
-    )
+    DECAYS: ClassVar[bool]
 
-    @property
-    def uses_muon(self) -> bool:
-        """Return whether Muon updates the hidden matrices, and not AdamW as the rest."""
-        match self.matrices:
-            case "adamw":
-                return False
-            case "muon":
-                return True
-            case _:
-                assert_never(self.matrices)
+    @abstractmethod
+    def rate(self, peak_lr: float, tokens: int, warmup_tokens: int) -> float:
+        """Return the learning rate after so many tokens, which are not fewer than the warm-up's."""
 
-    def decays(self, hf_name: str) -> bool:
-        """Return whether weight decay applies to a parameter, by its HF name."""
-        return not any(part in hf_name for part in self.undecayed)
+    @abstractmethod
+    def title(self, *, annealed: bool) -> str:
+        """Return the name of a schedule of this phase, with an anneal or without."""
 
-    def decay_at(self, rate: float, *, hidden: bool) -> float:
-        """Return AdamW's weight decay at a learning rate, in a hidden matrix or elsewhere.
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the phase in words."""
 
-        A step multiplies weights by 1 - rate x decay.
-
-        Example:
-            >>> optimizer = OptimizerConfig(peak_lr=1e-3, weight_decay=0.1, decay="adamc")
-            >>> optimizer.decay_at(5e-4, hidden=True), optimizer.decay_at(5e-4, hidden=False)
-            (0.05, 0.1)
-        """
-        match self.decay:
-            case "adamw":
-                return self.weight_decay
-            case "adamc":
-                decay = self.weight_decay
-                return decay * rate / self.peak_lr if hidden else decay
-            case "independent":
-                return self.weight_decay / self.peak_lr
-            case _:
-                assert_never(self.decay)
-
-    @model_validator(mode="after")
-    def _peak_to_divide_by(self) -> Self:
-        if self.decay != "adamw" and self.peak_lr == 0:
-            raise ValueError(f"decay {self.decay} divides by peak_lr; set a peak_lr above 0")
-        return self
+    def check(self, warmup_tokens: int) -> None:
+        """Raise ValueError if the phase does not fit the warm-up."""
 
 
-class ConstantPhase(Frozen):
+class ConstantPhase(Phase):
     """The peak learning rate from the end of the warm-up on."""
+
+    DECAYS = False
 
     kind: Literal["constant"] = "constant"
 
+    @override
+    def rate(self, peak_lr: float, tokens: int, warmup_tokens: int) -> float:
+        """Return the peak."""
+        return peak_lr
 
-class CosinePhase(Frozen):
+    def title(self, *, annealed: bool) -> str:
+        """Return the name of the schedule."""
+        return "WSD" if annealed else "constant rate"
+
+    def describe(self) -> str:
+        """Return the phase in words."""
+        return "constant rate"
+
+
+class CosinePhase(Phase):
     """Cosine from the peak to `floor` x peak at `horizon_tokens`, perhaps after the run's end."""
+
+    DECAYS = True
 
     kind: Literal["cosine"] = "cosine"
     horizon_tokens: int = Field(gt=0)
     floor: float = Field(default=0.1, ge=0, le=1)
+
+    def rate(self, peak_lr: float, tokens: int, warmup_tokens: int) -> float:
+        """Return the rate on the cosine, and after its horizon the floor."""
+        progress = min(1.0, (tokens - warmup_tokens) / (self.horizon_tokens - warmup_tokens))
+        floor_lr = self.floor * peak_lr
+        return floor_lr + (peak_lr - floor_lr) * share_left("cosine", progress)
+
+    def title(self, *, annealed: bool) -> str:
+        """Return the name of the schedule."""
+        return "cosine with an anneal" if annealed else "cosine"
+
+    def describe(self) -> str:
+        """Return the phase in words: 'cosine to 10% of the peak at 2,560 tokens'."""
+        return f"cosine to {_share(self.floor, 'the peak')} at {self.horizon_tokens:,} tokens"
+
+    def check(self, warmup_tokens: int) -> None:
+        """Raise ValueError if the cosine ends within the warm-up."""
+        if self.horizon_tokens <= warmup_tokens:
+            raise ValueError(f"the cosine ends within the warm-up of {warmup_tokens} tokens")
 
 
 class Anneal(Frozen):
@@ -111,6 +118,15 @@ class Anneal(Frozen):
     start_step: int = Field(ge=0)
     shape: Shape = "linear"
     floor: float = Field(default=0.0, ge=0, le=1)
+
+    def describe(self) -> str:
+        """Return the fall with its floor: 'linear anneal from step 80 to 50% of the rate there'."""
+        end = _share(self.floor, "the rate there")
+        return f"{self.shape} anneal from step {self.start_step} to {end}"
+
+
+def _share(floor: float, whole: str) -> str:
+    return f"{100 * floor:g}% of {whole}" if floor else "zero"
 
 
 class ScheduleConfig(Frozen):
@@ -126,18 +142,28 @@ class ScheduleConfig(Frozen):
     @property
     def name(self) -> str:
         """Return the kind of schedule: WSD, constant rate, cosine or cosine with an anneal."""
-        match self.phase:
-            case ConstantPhase():
-                return "WSD" if self.anneal else "constant rate"
-            case CosinePhase():
-                return "cosine with an anneal" if self.anneal else "cosine"
-            case other:
-                assert_never(other)
+        return self.phase.title(annealed=self.anneal is not None)
+
+    def describe(self, warmup_steps: int) -> str:
+        """Return the schedule in words, from the warm-up to the rate of the last step.
+
+        Args:
+            warmup_steps: `RunConfig.warmup_steps`, which depend on the sizes of batches.
+
+        Example:
+            >>> anneal = Anneal(start_step=80, floor=0.5)
+            >>> ScheduleConfig(warmup_tokens=0, phase=ConstantPhase(), anneal=anneal).describe(0)
+            'constant rate, linear anneal from step 80 to 50% of the rate there'
+        """
+        parts = [f"warm-up to step {warmup_steps}"] if self.warmup_tokens else []
+        parts.append(self.phase.describe())
+        if self.anneal:
+            parts.append(self.anneal.describe())
+        return ", ".join(parts)
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        if isinstance(self.phase, CosinePhase) and self.phase.horizon_tokens <= self.warmup_tokens:
-            raise ValueError(f"the cosine ends within the warm-up of {self.warmup_tokens} tokens")
+        self.phase.check(self.warmup_tokens)
         return self
 
 
@@ -180,6 +206,10 @@ class Lawa(Frozen):
         """Return the name of its checkpoints: lawa5x500."""
         return f"lawa{self.window}x{self.interval_steps}"
 
+    def describe(self) -> str:
+        """Return the average in words."""
+        return f"LAWA, {self.window} weights {self.interval_steps} steps apart"
+
 
 class Ema(Frozen):
     """Exponential moving average of the weights, updated every `interval_steps` by 1 - `decay`."""
@@ -193,6 +223,10 @@ class Ema(Frozen):
     def name(self) -> str:
         """Return the name of its checkpoints: ema0.999x10."""
         return f"ema{self.decay:g}x{self.interval_steps}"
+
+    def describe(self) -> str:
+        """Return the average in words."""
+        return f"EMA, decay {self.decay:g} every {self.interval_steps} steps"
 
 
 class SpikeConfig(Frozen):

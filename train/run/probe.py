@@ -6,10 +6,8 @@ from typing import Annotated
 from pydantic import Field
 
 from base.frozen import Frozen
-from base.rounding.spec import IntegerSpec
 from train.data.config import DataConfig
-from train.model.config import ModelConfig
-from train.model.families import hidden_matrices, parameter_shapes, residual_linears
+from train.model.config import ModelConfig, hidden_matrices, parameter_shapes, residual_linears
 from train.model.precision import FP8_RECIPES
 from train.run.parallel import ParallelConfig
 
@@ -49,9 +47,13 @@ class ProbeConfig(Frozen):
         description="decoder layers whose output errors are measured, from 0; None: the middle one",
     )
 
-    def specs(self, bits: int) -> tuple[IntegerSpec, IntegerSpec]:
-        """Return RTN and GPTQ to so many bits."""
-        return IntegerSpec("rtn", bits, self.group_size), IntegerSpec("gptq", bits, self.group_size)
+    def specs(self, bits: int) -> tuple[str, str]:
+        """Return RTN and GPTQ to so many bits, by the names that `quant_eval run --spec` takes.
+
+        >>> ProbeConfig(every_steps=1).specs(3)
+        ('rtn-b3-g128', 'gptq-b3-g128')
+        """
+        return f"rtn-b{bits}-g{self.group_size}", f"gptq-b{bits}-g{self.group_size}"
 
     def linears(self, model: ModelConfig) -> list[str]:
         """Return HF names of the weights whose output errors are measured."""

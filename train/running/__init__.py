@@ -1,1 +1,1 @@
-"""The work beside the steps of a run: ranks agree, a watchdog looks on, a profiler records."""
+"""The work beside the steps of a run: ranks agree, and a watchdog looks on."""

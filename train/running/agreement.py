@@ -5,7 +5,7 @@ import torch.distributed as dist
 from base import stopping
 from base.errors import UserError
 from train.checkpoints.attempt import Attempt, SupersededError
-from train.checkpoints.saver import Saver
+from train.checkpoints.saving import Saver
 from train.distributed import from_rank_zero, gathered, largest
 from train.monitoring import peak_memory_bytes
 from train.run.directory import RunDirectory

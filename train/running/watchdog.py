@@ -43,32 +43,32 @@ LEAVING_SECONDS = 60.0  # for what is written at the end: the disk may be what h
 NAMED_RANKS = 4
 
 
-class Phase(IntEnum):
+class LoopPhase(IntEnum):
     """The parts of a step, in order. The last may take as long as it needs."""
 
     COMPUTE, READ, AGREE, SAVE = range(4)
 
 
 WORDS = {
-    Phase.COMPUTE: "computes step {}",
-    Phase.READ: "reads its batch after step {}",
-    Phase.AGREE: "exchanges flags after step {}",
-    Phase.SAVE: "logs, evaluates or saves after step {}",
+    LoopPhase.COMPUTE: "computes step {}",
+    LoopPhase.READ: "reads its batch after step {}",
+    LoopPhase.AGREE: "exchanges flags after step {}",
+    LoopPhase.SAVE: "logs, evaluates or saves after step {}",
 }
 
 
 class Heartbeat(NamedTuple):
-    """A heartbeat of a rank, and the place where its training is."""
+    """A heartbeat of a rank, and the position of its training."""
 
     rank: int
     host: str = "an unknown host"
     pid: int = 0
     beat: int = 0
     step: int = 0
-    phase: int = Phase.COMPUTE
+    phase: int = LoopPhase.COMPUTE
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """Step and phase; a rank that is farther back has a smaller one."""
         return self.step, self.phase
 
@@ -81,9 +81,9 @@ def diagnosis(living: list[Heartbeat], dead: list[Heartbeat]) -> str:
     """Return which ranks delay the others."""
     if dead:
         return f"no sign of life of {_named(dead)}"
-    place = min(beat.place for beat in living)
-    slowest = [beat for beat in living if beat.place == place]
-    activity = WORDS[Phase(place[1])].format(place[0])
+    position = min(beat.position for beat in living)
+    slowest = [beat for beat in living if beat.position == position]
+    activity = WORDS[LoopPhase(position[1])].format(position[0])
     if len(slowest) == len(living) > 1:
         return f"every rank {activity}: a collective or a kernel does not end"
     return f"{_named(slowest)} still {activity}"
@@ -100,7 +100,7 @@ class Watchdog:
     def __init__(self, directory: RunDirectory, attempt: Attempt, hang_seconds: float) -> None:
         self._directory, self._attempt, self._hang_seconds = directory, attempt, hang_seconds
         self._rank, self._beats = dist.get_rank(), 0
-        self._place = (0, Phase.SAVE)
+        self._position = (0, LoopPhase.SAVE)
         self._began_at = 0.0
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._over = threading.Event()
@@ -108,12 +108,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def enter(self, step: int, phase: Phase) -> None:
+    def enter(self, step: int, phase: LoopPhase) -> None:
         """Note the phase that this rank begins; every step goes through all phases."""
-        self._place = (step, phase)
-        if phase == Phase.COMPUTE:
+        self._position = (step, phase)
+        if phase == LoopPhase.COMPUTE:
             self._began_at = time.monotonic()
-        if phase == Phase.SAVE:
+        if phase == LoopPhase.SAVE:
             self._step_seconds.append(time.monotonic() - self._began_at)
             if len(self._step_seconds) == 1:  # the first step compiles and connects
                 limit_collectives(COLLECTIVES_LATER * self._allowed_seconds())
@@ -131,22 +131,24 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Count the beats since the last step, not the time: suspended processes count none."""
-        last_place, silent = self._place, 0
+        last_position, silent = self._position, 0
         while self._alive():
-            place = self._place
-            if place != last_place or not self._step_seconds:
-                last_place, silent = place, 0
+            position = self._position
+            if position != last_position or not self._step_seconds:
+                last_position, silent = position, 0
                 continue
             silent += 1
-            still = SAVING_BEATS if place[1] == Phase.SAVE else STILL_BEATS
+            still = SAVING_BEATS if position[1] == LoopPhase.SAVE else STILL_BEATS
             if silent >= BEATS * self._allowed_seconds() / self._hang_seconds - still:
-                self._judge(place, still)
+                self._judge(position, still)
                 silent = 0
 
     def _alive(self) -> bool:
         """Write a heartbeat and wait until the next one is due; return False at the end."""
         self._beats += 1
-        beat = Heartbeat(self._rank, socket.gethostname(), os.getpid(), self._beats, *self._place)
+        beat = Heartbeat(
+            self._rank, socket.gethostname(), os.getpid(), self._beats, *self._position
+        )
         path = self._directory.heartbeat(self._rank)
         with contextlib.suppress(OSError):  # a full disk ends a run by its checkpoints
             aside = path.with_suffix(".aside")
@@ -154,18 +156,18 @@ class Watchdog:
             aside.replace(path)
         return not self._over.wait(self._hang_seconds / BEATS)
 
-    def _judge(self, place: tuple[int, Phase], still: int) -> None:
+    def _judge(self, position: tuple[int, LoopPhase], still: int) -> None:
         """End the attempt, unless this rank advances within so many beats.
 
         A save takes as long as it needs: only a dead rank ends it.
         """
         earlier = self._heartbeats()
         for _ in range(still):
-            if not self._alive() or self._place != place:
+            if not self._alive() or self._position != position:
                 return
         now = self._heartbeats()
         dead = [beat for beat in now if beat == earlier[beat.rank] and beat.rank != self._rank]
-        if place[1] == Phase.SAVE and not dead:
+        if position[1] == LoopPhase.SAVE and not dead:
             return
         living = [beat for beat in now if beat not in dead]
         self._end(diagnosis(living, dead), speaks=living[0].rank == self._rank)
@@ -184,7 +186,7 @@ class Watchdog:
         last = threading.Timer(LEAVING_SECONDS, os._exit, [os.EX_TEMPFAIL])
         last.daemon = True
         last.start()
-        last_step = self._place[0] - 1
+        last_step = self._position[0] - 1
         line = f"no step for {self._allowed_seconds():.0f} s after step {last_step}: {reason}"
         if speaks:
             stacks = f"stacks are in {self._directory.watch}"

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import AutoModelForCausalLM
 
 from base.errors import UserError
-from ckpt_tools.averaging.average import average_models
+from ckpt_tools.averaging import average_models
 from ckpt_tools.export import export_all
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.hf.model import identify, load_hf_model
@@ -80,11 +80,7 @@ def test_means_are_within_their_bound_of_the_exact_ones(
     out = tmp_path / "out"
     average_models(out, models, **options)
     lineage = lineage_of(out)
-    assert (lineage["method"], lineage["accumulate"], lineage["dtype"]) == (
-        method,
-        "fp32",
-        "fp32",
-    )
+    assert (lineage["method"], lineage["accumulate"], lineage["dtype"]) == (method, "fp32", "fp32")
     assert lineage["coefficients"] == pytest.approx(coefficients, rel=1e-15)
     inputs, averages = [numbers(path) for path in models], numbers(out)
     exact = [Fraction(value).limit_denominator(1000) for value in coefficients]
@@ -97,10 +93,7 @@ def test_means_are_within_their_bound_of_the_exact_ones(
             ]
             error = abs(Fraction(float(average[place])) - sum(terms))
             rounding = (len(models) + 2) * UNIT_ROUNDOFF * float(sum(map(abs, terms)))
-            assert error <= 1.01 * rounding + UNIT_ROUNDOFF * abs(average[place]), (
-                name,
-                place,
-            )
+            assert error <= 1.01 * rounding + UNIT_ROUNDOFF * abs(average[place]), (name, place)
 
 
 def test_uniform_means_are_numpys_and_torchs(models, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ckpt_tools.averaging.average import average_models
+from ckpt_tools.averaging import average_models
 from ckpt_tools.formats import parallel
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
@@ -80,7 +80,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from typing import Any
-from ckpt_tools.averaging.average import average_models
+from ckpt_tools.averaging import average_models
 from ckpt_tools.formats import parallel
 out, *inputs = map(Path, sys.argv[1:])
 parallel.default_threads = lambda: 1

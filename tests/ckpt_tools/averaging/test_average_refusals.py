@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from base.errors import UserError
 from base.files import record_files, write_json
-from ckpt_tools.averaging.average import average_models
+from ckpt_tools.averaging import average_models
 from tests.conftest import make_hf_directory
 from tests.runs import error_line, python
 from tests.sealing import reseal

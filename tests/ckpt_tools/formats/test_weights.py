@@ -198,15 +198,7 @@ def truncate(directory: Path) -> None:
         (lambda out: (out / INDEX_JSON).write_text('{"weight_map": {}}'), "weight_map"),
         (lambda out: (out / INDEX_JSON).unlink(), "holds no safetensors weights"),
     ],
-    ids=[
-        "climbs",
-        "twice",
-        "truncated",
-        "missing",
-        "index",
-        "empty index",
-        "no index",
-    ],
+    ids=["climbs", "twice", "truncated", "missing", "index", "empty index", "no index"],
 )
 def test_damaged_directories_are_refused(tmp_path, damage, expected):
     write_weights(tmp_path, Random(TENSORS), shard_bytes=1300)

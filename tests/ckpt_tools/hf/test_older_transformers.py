@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from ckpt_tools.averaging.average import average_models
+from ckpt_tools.averaging import average_models
 from ckpt_tools.export import export
 from ckpt_tools.importing import import_checkpoint
 from tests.interpreter import interpreter

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from base.errors import UserError
-from ckpt_tools.averaging.average import average_models
+from ckpt_tools.averaging import average_models
 from ckpt_tools.export import export
 from ckpt_tools.formats.hf_weights import HFWeights
-from ckpt_tools.hf.forward import check_shapes, empty_model, read_config, spread_ids, stream_logits
+from ckpt_tools.hf.configuration import read_config
+from ckpt_tools.hf.forward import check_shapes, empty_model, spread_ids, stream_logits
 from ckpt_tools.hf.model import identify, load_hf_model
 from ckpt_tools.importing import import_checkpoint
 from ckpt_tools.verify import verify

@@ -9,10 +9,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from base.errors import UserError
-from ckpt_tools.averaging.average import average_models
+from ckpt_tools.averaging import average_models
 from ckpt_tools.export import export
-from ckpt_tools.hf.configuration import complete_configuration
-from ckpt_tools.hf.forward import read_config
+from ckpt_tools.hf.configuration import complete_configuration, read_config
 from ckpt_tools.importing import import_checkpoint
 from tests.conftest import make_hf_directory
 from tests.published import make_published

@@ -14,14 +14,14 @@ import pytest
 from huggingface_hub import constants
 from safetensors.numpy import save
 
-from ckpt_tools.hf.measurable import MEASURABLE
+from train.model.families import FAMILIES
 
 REPO = "allenai/OLMo-2-0425-1B"
 
 
 def config_json(model_type: str, **fields: object) -> bytes:
     """The configuration of a model of default sizes."""
-    classes = [MEASURABLE.get(model_type, "Unknown")]
+    classes = [FAMILIES[model_type].architecture if model_type in FAMILIES else "Unknown"]
     content = {"model_type": model_type, "architectures": classes}
     return json.dumps(content | fields).encode()
 

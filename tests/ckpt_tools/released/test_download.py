@@ -166,14 +166,14 @@ def test_what_was_downloaded_can_be_downloaded_from(hub, tmp_path):
         ({"revisions": ["refs/pr/1"]}, "cannot name a directory"),
         ({"revisions": [FIRST], "every": 2}, "one or the other"),
         ({"stage": "stage3"}, "no stage 'stage3'; did you mean stage1?"),
-        ({"place": "allenai/OLMo-2-1124-7B"}, "not on the hub"),
-        ({"place": "nobody/nothing"}, "not a known trajectory"),
-        ({"place": "no such place"}, "not a directory"),
+        ({"source": "allenai/OLMo-2-1124-7B"}, "not on the hub"),
+        ({"source": "nobody/nothing"}, "not a known trajectory"),
+        ({"source": "no such place"}, "not a directory"),
     ],
 )
 def test_bad_input_is_refused(hub, tmp_path, arguments, reason):
     with pytest.raises(UserError, match=reason) as refused:
-        download(**({"place": REPO, "into": tmp_path / "models"} | arguments))
+        download(**({"source": REPO, "into": tmp_path / "models"} | arguments))
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "models").exists()
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from base.errors import UserError
-from ckpt_tools.released.tokenizer import fetch_tokenizer
+from ckpt_tools.released.download import fetch_tokenizer
 from tests.ckpt_tools.released.fake_hub import REPO, FakeHub, model_files
 from train.data.tokenizer import load_tokenizer
 

@@ -13,7 +13,7 @@ from base.files import first_damage
 from ckpt_tools.export import export
 from ckpt_tools.hf.directory import read_lineage
 from ckpt_tools.released.download import download
-from ckpt_tools.released.registry import parse_revision
+from ckpt_tools.released.revisions import parse_revision
 from ckpt_tools.released.trajectory import choose, revisions_of, show
 from tests.ckpt_tools.released.fake_hub import REPO, FakeHub
 from tests.sealing import reseal
@@ -149,11 +149,7 @@ def test_of_a_run(trained, tmp_path, capsys):
     rates = {line["step"]: line["learning_rate"] for line in logged if "learning_rate" in line}
     assert [
         (checkpoint.stage, checkpoint.step, checkpoint.tokens) for checkpoint in checkpoints
-    ] == [
-        ("training", 10, 10 * 8 * 32),
-        ("training", 20, 20 * 8 * 32),
-        ("lawa5x2", 20, None),
-    ]
+    ] == [("training", 10, 10 * 8 * 32), ("training", 20, 20 * 8 * 32), ("lawa5x2", 20, None)]
     assert [checkpoint.learning_rate for checkpoint in checkpoints] == [rates[10], rates[20], None]
     assert {checkpoint.repo for checkpoint in checkpoints} == {"dp1"}
     download(str(tmp_path / "hf"), tmp_path / "copies", revisions=["step00000020"])

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from base.ranks import ALONE
-from curvature.architectures import ARCHITECTURES
-from curvature.products.finite_difference import difference_product
+from curvature.products.guard import difference_product
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.products.sketch import CountSketch
@@ -27,6 +26,7 @@ from tests.curvature.conftest import (
     relative,
     tiny_model,
 )
+from train.model.families import FAMILIES
 
 # Initial weights of std 0.05 and width 64: the rounding of fp32 is what it is in use.
 ORDINARY: dict[str, Any] = {
@@ -141,10 +141,10 @@ def test_differences_of_gradients_agree(variant):
 
 
 def test_every_architecture_has_a_variant_and_its_name():
-    assert {config["model_type"] for config in VARIANTS.values()} == set(ARCHITECTURES)
+    assert {config["model_type"] for config in VARIANTS.values()} == set(FAMILIES)
     models = [tiny_model(**config) for config in VARIANTS.values()]
     assert {type(model).__name__ for model in models} == {
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for model_type in ARCHITECTURES
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for model_type in FAMILIES
     }
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN, XIELUActivation
 
-from curvature.fused.attention import causal_attention
-from curvature.fused.cross_entropy import summed_cross_entropy
-from curvature.fused.elementwise import layer_norm, rms_norm, rotated, swiglu
-from curvature.products.dual import Dual, clipped, gelu, xielu
+from curvature.dual.attention import causal_attention
+from curvature.dual.cross_entropy import summed_cross_entropy
+from curvature.dual.elementwise import layer_norm, rms_norm, rotated, swiglu
+from curvature.dual.numbers import Dual, clipped, gelu, xielu
 
 # Ordinary values, the ends where a careless formula overflows, and xIELU's strip between its
 # epsilon and 0.

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from base.cli import run_command
 from curvature.__main__ import app
-from curvature.step.quantized import Step
+from curvature.step.quantized import QuantizationStep
 from tests.conftest import make_hf_directory
 from tests.curvature.slices.conftest import make_family
 from tests.quant_eval.models import make_model
@@ -162,14 +162,7 @@ def test_result_holds_numbers_with_their_conditions(result, alone, held_out_pref
 
 
 def test_two_ranks_find_the_same(tmp_path, result, family, held_out_prefix):
-    options = [
-        "slice",
-        family.base,
-        "--data",
-        held_out_prefix,
-        *SMALL,
-        *through(family),
-    ]
+    options = ["slice", family.base, "--data", held_out_prefix, *SMALL, *through(family)]
     program = ("curvature", *map(str, options), "--out", str(tmp_path / "two"))
     done = ranks(2, *program)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -254,9 +247,9 @@ def test_weights_that_do_not_belong_together_are_refused(
         family.base, previous=broken
     )
     with monkeypatch.context() as patch:
-        delta: Any = Step.delta
+        delta: Any = QuantizationStep.delta
         patch.setattr(
-            Step,
+            QuantizationStep,
             "delta",
             lambda step, name: None if delta(step, name) is None else 1.05 * delta(step, name),
         )

@@ -11,13 +11,7 @@ import torch
 
 from base.errors import UserError
 from base.ranks import start
-from curvature.slices.plane import (
-    Plane,
-    Point,
-    SequenceLosses,
-    grid_coordinates,
-    losses_at,
-)
+from curvature.slices.plane import Plane, PlanePoint, SequenceLosses, grid_coordinates, losses_at
 from tests.curvature.conftest import random_tokens, tiny_model
 
 
@@ -51,7 +45,7 @@ def test_coordinates_are_true_distances(curved, directions):
     weights = curved.losses.weights
     base_P = curved.flat(weights).numpy().copy()
     plane = Plane(weights, *directions)
-    for point in (Point(0.3, -0.2), Point(-2.0, 0.7), *plane.ends):
+    for point in (PlanePoint(0.3, -0.2), PlanePoint(-2.0, 0.7), *plane.ends):
         plane.move(point)
         assert curved.flat(weights).numpy() - base_P == pytest.approx(
             axes @ np.array(point), abs=1e-12
@@ -69,7 +63,7 @@ def test_the_origin_is_the_base_to_the_bit_after_any_walk():
     before = {name: weight.detach().clone() for name, weight in losses.weights.items()}
     first_losses = losses()
     plane = Plane(losses.weights, *(random_direction(losses.weights, index) for index in range(2)))
-    for point in (Point(3.1, -0.7), Point(1e-3, 1e3), Point(0.0, 0.0)):
+    for point in (PlanePoint(3.1, -0.7), PlanePoint(1e-3, 1e3), PlanePoint(0.0, 0.0)):
         plane.move(point)
     assert all(torch.equal(before[name], weight) for name, weight in losses.weights.items())
     assert torch.equal(losses(), first_losses)
@@ -112,5 +106,9 @@ def test_a_point_without_a_finite_loss_is_named(curved, directions):
     plane = Plane(curved.losses.weights, *directions)
     with pytest.raises(UserError, match=r"x 0, y inf is nan"):
         losses_at(
-            plane, curved.losses, [Point(0.0, 0.0), Point(0.0, math.inf)], start("cpu"), "test"
+            plane,
+            curved.losses,
+            [PlanePoint(0.0, 0.0), PlanePoint(0.0, math.inf)],
+            start("cpu"),
+            "test",
         )

@@ -11,7 +11,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from curvature.spectrum.density import Estimate, Share, SpectralDensity, density
+from curvature.spectrum.density import MomentEstimate, NegativeShare, SpectralDensity, density
 from tests.curvature.spectrum.operators import Known, designed, inner, signs
 
 
@@ -134,7 +134,11 @@ def test_json_holds_a_density(trained):
         trained, [signs(len(trained.values_P), seed) for seed in range(2)], steps=5
     )
     fields = json.loads(json.dumps(spectrum._asdict(), allow_nan=False))
-    for name, kind in (("trace", Estimate), ("squared_norm", Estimate), ("negative", Share)):
+    for name, kind in (
+        ("trace", MomentEstimate),
+        ("squared_norm", MomentEstimate),
+        ("negative", NegativeShare),
+    ):
         fields[name] = kind(*fields[name])
     again = SpectralDensity(**fields)
     assert again == spectrum

@@ -216,11 +216,7 @@ def test_an_aligned_step_is_told_from_one_along_sharp_weights():
             np.zeros((1, size)), hessian[None], slices, {name: torch.Size([size])}
         )
         result = predict(
-            quadratics.evaluate,
-            quadratics.moved,
-            {name: delta},
-            quadratics.probe,
-            microbatches=400,
+            quadratics.evaluate, quadratics.moved, {name: delta}, quadratics.probe, microbatches=400
         )
         ratios = result["whole"]["ratios"]
         assert ratios["signed_to_mean"]["mean"] == pytest.approx(signed, rel=0.15)

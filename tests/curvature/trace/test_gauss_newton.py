@@ -171,10 +171,9 @@ def test_labels_invert_the_distribution_function():
     assert torch.equal(labels_N, labels_N.sort().values)
     assert (torch.bincount(labels_N, minlength=7) - probabilities * count).abs().max() < 1
     edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert sampled_labels(probabilities.log().expand(2, -1), edges).tolist() == [
-        1,
-        5,
-    ], "none of probability 0"
+    assert sampled_labels(probabilities.log().expand(2, -1), edges).tolist() == [1, 5], (
+        "none of probability 0"
+    )
 
 
 def test_labels_of_logits_that_are_not_finite_leave_the_loss_to_be_refused():

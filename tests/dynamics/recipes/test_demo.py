@@ -3,10 +3,20 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from dynamics.recipes import learning_rate_name, resolve, tiny
+from dynamics.recipes.demo import tiny
+from quant_eval.measuring.sequential import check_spec
+from quant_eval.specs import parse_spec
 from study.definition import load_study, save_study
+from study.recipes.parts import learning_rate_name
+from study.recipes.resolve import resolve, whole_recipes
 from tests.study.ablation import tiny as four_peaks
+from train.model.config import hf_settings
+from train.model.families import family_of
+from train.run.config import RunConfig
 from train.run.schedules import learning_rate
 
 PROFILES = ["full", "smoke"]
@@ -69,7 +79,7 @@ def test_tiny_is_the_ablation_in_small():
     assert [(run.optimizer.peak_lr, run.seed) for run in runs] == [
         (peak, seed) for seed in seeds for peak in peaks
     ]
-    rest: dict[str, Any] = {"name": "", "factors": {}, "optimizer": None, "seed": 0}
+    rest: dict[str, Any] = {"name": "", "factors": {}, "optimizer": runs[0].optimizer, "seed": 0}
     assert len({run.model_copy(update=rest).model_dump_json() for run in runs}) == 1
     assert len({run.optimizer.weight_decay for run in runs}) == 1
     # rate x decay x steps before the anneal, as of the 7B's with 12e-4, and twice that
@@ -116,3 +126,29 @@ def test_models_are_measured_by_rising_step_weights_first():
         "soup-stable": (192, 320, 448),
         "soup-anneal": (512, 576, 640),
     }
+
+
+class EmptyModel:
+    """A model of a run without weights, as far as specs are checked against it."""
+
+    def __init__(self, run: RunConfig) -> None:
+        settings = hf_settings(run.model, run.data.sequence_length, 0) | {"num_hidden_layers": 1}
+        self.config: Any = CONFIG_MAPPING[run.model.family](**settings)
+        self.family = family_of(self.config)
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(self.config)
+
+    def empty_linears(self) -> dict[str, nn.Linear]:
+        named = self._model.named_modules()
+        return {name: part for name, part in named if isinstance(part, nn.Linear) and ".0." in name}
+
+
+@pytest.mark.parametrize("profile", ["full", "smoke"])
+@pytest.mark.parametrize("recipe", whole_recipes())
+def test_every_spec_has_a_place(recipe, profile):
+    study = resolve(recipe, profile)
+    models = {run.model: run for run in study.trained}
+    for run in models.values():
+        model: Any = EmptyModel(run)
+        for spec in (*study.quantization.at_the_end, *study.quantization.by_block):
+            check_spec(model, parse_spec(spec))

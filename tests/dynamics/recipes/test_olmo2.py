@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from dynamics.recipes import resolve
-from dynamics.recipes.shown import gpu_hours, trained_tokens
+from study.axes import Value
 from study.definition import Study
-from study.differences import Value
 from study.machine.disk import needed_bytes, restart_bytes
 from study.machine.estimate import estimate_lines
 from study.machine.hardware import planned
 from study.machine.needs import Needs
+from study.recipes.resolve import resolve
+from study.recipes.shown import gpu_hours, trained_tokens
 from train.planning.flops import GPUS
 from train.planning.memory import rank_memory
 from train.planning.plan import fit

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from dynamics.recipes import resolve
-from study.differences import Value
+from study.axes import Value
+from study.recipes.resolve import resolve
 from train.planning.memory import rank_memory
 from train.run.config import RunConfig
 from train.run.schedules import learning_rate

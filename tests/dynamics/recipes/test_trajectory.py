@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from base.errors import UserError
 from ckpt_tools.released.download import download
-from dynamics.recipes import resolve, tiny
-from dynamics.recipes.trajectory import released_of
-from dynamics.recipes.trajectory import trajectory as recipe
+from dynamics.recipes.demo import tiny
+from dynamics.recipes.trajectory import released_of, trajectory_of
 from study.__main__ import app
 from study.definition import Study, load_study, save_study
+from study.recipes.resolve import resolve
 from study.released import ReleasedRun
-from study.text.kinds import PreparedText, TokenFiles
 from study.text.own import TextOptions, source_of
+from study.text_kinds import PreparedText, TokenFiles
 from tests.ckpt_tools.released.fake_hub import FakeHub, config_json
 from tests.sealing import reseal
 from train.data.prepare import prepare
@@ -173,7 +173,7 @@ def test_smollm3_from_its_first_stage_to_post_training(serve, capsys):
         **{f"it-{name}": [f"it-{name}"] for name in ("mid-training", "SFT", "soup-APO", "LC-expert")},
     }  # fmt: skip
     repo = "HuggingFaceTB/SmolLM3-3B-checkpoints"
-    serve(repo, sorted(name for own in stages.values() for name in own))
+    serve(repo, sorted(name for revisions in stages.values() for name in revisions))
     study = trajectory("full", source=repo)
     assert names(study) == stages
     runs = {run.name: run for run in lines(study)}
@@ -281,8 +281,8 @@ def test_a_trajectory_needs_a_source(tmp_path):
     assert "give --set source=" in command("show", "trajectory", "--set", "every=2")
     source = ("--set", f"source={REPO}")
     assert "'every': Input should be" in command("show", "trajectory", *source, "--set", "every=0")
-    assert "unknown key 'seed'" in command("show", "trajectory", *source, "--set", "seed=1")
-    assert "no such key" in command("show", "tiny", *source)
+    assert "seed=1: no such setting" in command("show", "trajectory", *source, "--set", "seed=1")
+    assert "no such setting" in command("show", "tiny", *source)
     assert "does not exist" in command("status", "trajectory", "--root", str(tmp_path))
     assert "no recipe 'none'" in command("show", "none", "--root", str(tmp_path))
     assert "no profile 'large'" in command("show", "trajectory", *source, "--profile", "large")
@@ -309,12 +309,12 @@ OWN = ("step100", "step200", "step1000", "notes")
 TABLE = "\ufeffstep,tokens,learning_rate\r\n100,200000,3e-4\r\n1000,2000000,\r\n"
 
 
-@pytest.mark.parametrize("place", ["hub", "directory"])
-def test_revisions_of_ones_own(serve, tmp_path, text_dir, capsys, place):
+@pytest.mark.parametrize("kept_in", ["hub", "directory"])
+def test_revisions_of_ones_own(serve, tmp_path, text_dir, capsys, kept_in):
     """By how they are named; tokens and rates are those of a table, as far as it has them."""
     (tmp_path / "mine.csv").write_text(TABLE)
     text = TextOptions((text_dir,))
-    if place == "hub":
+    if kept_in == "hub":
         serve("me/mine", list(OWN))
         source, repo = "me/mine", "me/mine"
     else:
@@ -391,4 +391,4 @@ def test_revisions_of_ones_own_that_are_not_told_right(tmp_path, settings, table
 
 def resolve_released(source: Path, **settings: object) -> Study:
     released = [f"source={source}", *(f"{key}={value}" for key, value in settings.items())]
-    return recipe(released_of(released), "smoke", measured_on=True)
+    return trajectory_of(released_of(released), smoke=True, on_text=True)

@@ -1,5 +1,6 @@
 """The KV cache cast inside attention, against a cache of transformers that casts in loops."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,13 @@ from quant_eval.casts.attention import (
     watch_cache,
 )
 from quant_eval.measuring.walk import Variant, walk
-from quant_eval.model.families import LAYERS, Family
 from quant_eval.model.streamed import Block, StreamedModel
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
 from quant_eval.tasks.measurement import quantized_model
 from quant_eval.transforms.placement import Places, places_of
 from tests.quant_eval.models import ARCHITECTURES, make_model, run_settings
+from train.model.families import FAMILIES, LAYERS
 
 CPU = torch.device("cpu")
 PLAIN = Places({})  # nothing is rotated
@@ -283,7 +284,7 @@ def test_the_block_that_was_copied_stays(llama):
 def test_one_block_of_a_whole_model_is_cast_alone(llama):
     """transformers gives all blocks one config, which names the attention function."""
     whole = load(llama)
-    block = Block(whole.model.layers[1], "model.layers.1", Family(), False)
+    block = Block(whole.model.layers[1], "model.layers.1", FAMILIES["llama"], False)
     cast_cache(block, parse_spec("kv3"), PLAIN)
     with torch.no_grad():
         states, plain = (
@@ -297,7 +298,9 @@ def test_one_block_of_a_whole_model_is_cast_alone(llama):
 
 def test_a_block_without_a_cache_is_refused():
     config = MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4)
-    family = Family(attention="mixer", attention_norm="norm", mlp="mixer", mlp_norm="norm")
+    family = replace(
+        FAMILIES["llama"], attention="mixer", attention_norm="norm", mlp="mixer", mlp_norm="norm"
+    )
     block = Block(MambaBlock(config, 0), "backbone.layers.0", family, False)
     with pytest.raises(UserError, match="MambaMixer keeps no keys and values; leave -kv out"):
         cast_cache(block, parse_spec("kv4"), PLAIN)

@@ -11,13 +11,13 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.transform.utils.hadamard import random_hadamard_matrix
 from torch import nn
 
-from base.rounding.grid import round_to_nearest
 from quant_eval.casts.activations import ActivationCast, activation_cast
 from quant_eval.casts.linear import CastLinear, share_inputs, shifted_bias
-from quant_eval.libraries.bitsandbytes import dense_weight, replace_linears
-from quant_eval.specs import parse_spec
+from quant_eval.rounding.bitsandbytes import dense_weight, int8_linear
+from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.transforms.steps import Blocks, Diagonal, Transform, compose
 from tests.quant_eval.casts.wrapped import wrapped_linear
+from tests.quant_eval.specs import grid_spec
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_with_casts_off_it_is_the_linear(with_bias, with_shift, with_output):
 def test_tokens_at_the_shift_meet_the_weight_that_is_not_rounded():
     weight_OI, bias_O, shift_I = normal(8, 16), normal(8, seed=1), 3 * normal(16, seed=2)
     transform = matrix(torch.eye(16), shift_I)
-    rounded_OI = round_to_nearest(weight_OI, parse_spec("rtn-b2-perchannel")).dense()
+    rounded_OI = round_to_nearest(weight_OI, grid_spec("rtn-b2-perchannel")).dense()
     shifted_O = shifted_bias(weight_OI, bias_O, transform)
     linear = CastLinear(rounded_OI, shifted_O, transform, ActivationCast("int4", 16))
     torch.testing.assert_close(linear(shift_I), weight_OI @ shift_I + bias_O)
@@ -75,15 +75,14 @@ def test_eight_bits_per_token_are_those_of_bitsandbytes():
     for rows in (weight_OI, x_NI):
         rows[:, 3] = 1.5 * rows.abs().amax(1)
     linear.weight.data = weight_OI
-    block = nn.Sequential(copy.deepcopy(linear))
-    replace_linears(block, ["0"], parse_spec("int8-t0"))
+    block = nn.Sequential(int8_linear("0", copy.deepcopy(linear), threshold=0))
     half_NI = x_NI.half().float()  # its cast, from which it takes steps
     step_N1 = half_NI[:, 3:4] / 127
     decoded_NI = (half_NI / step_N1).round() * step_N1
     with torch.no_grad():
         theirs_NO = block(x_NI)
 
-    spec, cast = parse_spec("w8a8"), ActivationCast("int8", 64)
+    spec, cast = grid_spec("w8a8"), ActivationCast("int8", 64)
     decoded_OI = dense_weight(block[0])
     ours = CastLinear(round_to_nearest(decoded_OI, spec).dense(), None, compose(), cast)
     ours_NO = ours(decoded_NI) * (127.5 / 127) ** 2
@@ -106,7 +105,7 @@ def test_eight_bits_per_token_are_those_of_bitsandbytes():
 def test_a_preset_is_compressed_tensors_own_linear(name, preset):
     """Its forward with scales from the same text: weights, inputs and product, bit for bit."""
     weight_OI, observed, x = normal(24, 64), normal(40, 64, seed=1), normal(2, 5, 64, seed=2)
-    spec, scheme = parse_spec(name), preset_name_to_scheme(preset, ["Linear"])
+    spec, scheme = grid_spec(name), preset_name_to_scheme(preset, ["Linear"])
     cast = activation_cast(spec, 64)
     assert cast is not None
     if cast.needs_range:
@@ -120,7 +119,7 @@ def test_a_preset_is_compressed_tensors_own_linear(name, preset):
 
 def relative_error(weight_OI, x_NI, transform) -> float:
     """Error of W4A4 in groups of 128, relative to the output."""
-    spec, width = parse_spec("w4a4-g128"), weight_OI.shape[1]
+    spec, width = grid_spec("w4a4-g128"), weight_OI.shape[1]
     rounded_OI = round_to_nearest(transform.weight(weight_OI), spec).dense()
     linear = CastLinear(rounded_OI, None, transform, ActivationCast("int4", width))
     whole_NO = x_NI @ weight_OI.T

@@ -10,13 +10,10 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from base.errors import UserError
-from base.rounding.gptq import prepare
-from quant_eval.casts.activations import activation_cast
-from quant_eval.casts.mixed import MixedCast, mixed_cast
-from quant_eval.rounding.mixed import round_mixed
-from quant_eval.specs import parse_spec
+from quant_eval.casts.activations import MixedCast, activation_cast
 from tests.quant_eval.casts.wrapped import wrapped_linear
 from tests.quant_eval.gptq_reference import problem
+from tests.quant_eval.specs import mixed, mixed_spec
 
 WIDTH, GROUP = 96, 16
 KEPT = [3, 4, 11, 17, 30, 31, 40, 55, 60, 64, 70, 71, 80, 81, 90, 95]
@@ -35,9 +32,7 @@ def inputs(seed: int = 0) -> torch.Tensor:
 
 
 def cast_of(name: str, kept: list[int]) -> MixedCast:
-    cast = mixed_cast(parse_spec(name), torch.tensor(kept, dtype=torch.int64), WIDTH)
-    assert cast is not None
-    return cast
+    return mixed_spec(name).input_cast(torch.tensor(kept, dtype=torch.int64), WIDTH)
 
 
 def module_cast(x: torch.Tensor, observed: torch.Tensor | None = None, **args) -> torch.Tensor:
@@ -93,7 +88,7 @@ def test_a_static_cast_has_a_scale_for_either_part(method):
 
 
 def test_nvfp4_takes_the_range_of_the_rest_alone():
-    spec, x_BLI = parse_spec("atom-b4-g16-keep0.1-anvfp4"), inputs()
+    spec, x_BLI = mixed_spec("atom-b4-g16-keep0.1-anvfp4"), inputs()
     cast, of_rest = cast_of(spec.name, KEPT), activation_cast(spec, len(REST))
     assert of_rest is not None
     for quantizer, observed in ((cast, x_BLI), (of_rest, x_BLI[..., REST])):
@@ -116,20 +111,15 @@ def test_none_kept_is_one_cast_and_all_kept_is_int8_or_the_identity(method):
 
 def test_weights_and_inputs_keep_the_same_features():
     weight_OI, hessian_II = problem(num_inputs=WIDTH)
-    spec = parse_spec("quik-b8-perchannel-keep0.25-a8")
-    rounded = round_mixed(weight_OI, prepare(hessian_II, spec, "layer"), spec)
-    cast = mixed_cast(spec, rounded.kept_I, WIDTH)
-    assert cast is not None
+    spec = mixed_spec("quik-b8-perchannel-keep0.25-a8")
+    rounded = mixed(weight_OI, hessian_II, spec)
+    cast = spec.input_cast(rounded.kept_I, WIDTH)
     x_BLI = inputs()
     is_same_I = (cast(x_BLI) == x_BLI).all(0).all(0)
     assert is_same_I.nonzero().flatten().tolist() == rounded.kept_I.tolist()
     assert (cast(x_BLI) @ rounded.dense().T - x_BLI @ weight_OI.float().T).norm() < 0.02 * (
         x_BLI @ weight_OI.float().T
     ).norm()
-
-
-def test_a_spec_without_activations_has_no_cast():
-    assert mixed_cast(parse_spec("atom-b4-g16-keep0.1"), torch.tensor(KEPT), WIDTH) is None
 
 
 def test_groups_of_a_format_that_do_not_divide_the_rest_are_refused():

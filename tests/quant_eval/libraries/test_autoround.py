@@ -19,10 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from base.errors import UserError
 from quant_eval.libraries.job import WEIGHTS, Job, run_job
-from quant_eval.libraries.run_autoround import Watch, check_rounded, linears_of
+from quant_eval.libraries.outcome import block_linears
+from quant_eval.libraries.run_autoround import TuningLog, reported_grids
+from quant_eval.quantizers.libraries import AutoRound
 from quant_eval.sizes import check_linears
 from quant_eval.specs import parse_spec
 from tests.quant_eval.models import ARCHITECTURES, make_model
+from tests.quant_eval.specs import typed
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}
 GROUP = 16
@@ -104,7 +107,7 @@ def share_equal(left_OI, right_OI):
 def test_the_first_iteration_is_plain_rounding_to_its_grid(place, original, bits, symmetric):
     spec = f"autoround-b{bits}-g{GROUP}{'' if symmetric else '-asym'}-i1"
     weights = weights_of(make_job(place, spec))
-    assert weights.keys() == {f"{name}.weight" for name in linears_of(original)}
+    assert weights.keys() == {f"{name}.weight" for name in block_linears(original)}
     for key, held_OI in weights.items():
         expected_OI = on_grid(original.get_parameter(key).detach(), bits, symmetric)
         assert share_equal(held_OI, expected_OI) > 0.999, key  # halves fall either way in fp32
@@ -223,7 +226,7 @@ def test_bf16_weights_are_the_grid_in_bf16_where_the_cpu_computes_in_it(place):
 def test_every_architecture_has_all_linears_on_their_grids_and_nothing_else(tmp_path, name):
     weights = weights_of(make_job(tmp_path, f"autoround-b3-g{GROUP}-asym-i1", name))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert weights.keys() == {f"{linear}.weight" for linear in linears_of(model)}
+    assert weights.keys() == {f"{linear}.weight" for linear in block_linears(model)}
     for key, held_OI in weights.items():
         expected_OI = on_grid(model.get_parameter(key).detach(), 3, symmetric=False)
         assert share_equal(held_OI, expected_OI) > 0.999, key
@@ -237,61 +240,48 @@ def test_what_auto_round_would_leave_out_is_refused(place):
         run_job(make_job(place, "autoround-b3-g16", sequences=7))
 
 
-def logged(*messages, level=logging.INFO):
-    watch = Watch()
-    for message in messages:
-        watch.emit(logging.LogRecord("autoround", level, "", 0, message, None, None))
-    return watch
-
-
 DONE = "quantized 7/7 layers in the block, loss iter 0: 0.002 -> iter 9: {}"
 
 
 @pytest.mark.parametrize(
-    ("watch", "line"),
+    ("messages", "line"),
     [
-        (logged(DONE.format("0.001")), "tuned 7 of 14 linears in 1 of 2 blocks"),
-        (logged(DONE.format("0.001"), DONE.replace("7/", "5/").format("0.1")), "tuned 12 of 14"),
-        (logged(DONE.format("0.001"), DONE.format("nan")), "loss of block 1 is nan"),
-        (logged("Change sequence length", level=logging.WARNING), "warned: Change sequence"),
+        ([DONE.format("0.001")], "tuned 1 of 2 blocks"),
+        ([DONE.format("0.001"), "quantized 7/7 layers in the block"], "tuned 1 of 2 blocks"),
+        ([DONE.format("0.001"), DONE.format("nan")], "loss of block 1 is nan"),
+        (
+            [DONE.format("0.001"), DONE.format("0.1"), "Change sequence length"],
+            "warned: Change seq",
+        ),
     ],
 )
-def test_a_log_of_anything_but_tuned_blocks_is_refused(watch, line):
-    logged(DONE.format("0.001"), DONE.format("0.001")).check(2, 14)
+def test_a_log_of_anything_but_tuned_blocks_is_refused(messages, line):
+    def log_of(messages):
+        log = TuningLog()
+        for message in messages:
+            level = logging.WARNING if message.startswith("Change") else logging.INFO
+            log.emit(logging.LogRecord("autoround", level, "", 0, message, None, None))
+        return log
+
+    log_of([DONE.format("0.001")] * 2).check(2)
     with pytest.raises(UserError, match=line):
-        watch.check(2, 14)
+        log_of(messages).check(2)
 
 
-def reported(spec, weight_OI):
-    """A linear as auto-round leaves it: its grid is 0.5 x -4..3 in two groups."""
-    linear = nn.Linear(weight_OI.shape[1], len(weight_OI), bias=False)
-    linear.weight.data.copy_(weight_OI)
+def test_grids_are_those_that_the_linears_report_and_other_settings_are_refused():
+    spec = typed(AutoRound, "autoround-b3-g2")
+    model = nn.ModuleDict({"q": nn.Linear(4, 1, bias=False)})
+    assert reported_grids(["q"], model, spec) == {}  # left out
     settings = {"bits": 3, "group_size": 2, "sym": True, "data_type": "int", "act_bits": 16}
     settings |= {"scale_dtype": torch.float32, "scale": torch.full((1, 2), 0.5), "zp": 4}
     for key, value in settings.items():
-        setattr(linear, key, value)
-    return linear
-
-
-@pytest.mark.parametrize(
-    ("attribute", "value", "line"),
-    [
-        ("group_size", 4, "took group_size 4 instead of 2 for q"),
-        ("scale_dtype", torch.float16, "took scale_dtype torch.float16"),
-        ("weight", torch.tensor([[-2.0, 1.0, 0.6, 0.0]]), "left q off its grid"),
-        ("weight", torch.tensor([[-2.0, 2.0, 0.5, 0.0]]), "left q off its grid"),
-        ("weight", torch.tensor([[1.0, 1.0, 0.5, 0.0]]), "left q off its grid"),
-        ("weight", torch.tensor([[torch.nan, 1.0, 0.5, 0.0]]), "made q not finite"),
-    ],
-)
-def test_a_weight_off_the_grid_it_reports_is_refused(attribute, value, line):
-    spec = parse_spec("autoround-b3-g2")
-    before_OI = torch.tensor([[-2.1, 1.2, 0.3, 0.2]])
-    linear = reported(spec, torch.tensor([[-2.0, 1.0, 0.5, 0.0]]))
-    check_rounded("q", linear, before_OI, spec)
-    setattr(linear, attribute, nn.Parameter(value) if attribute == "weight" else value)
-    with pytest.raises(UserError, match=line):
-        check_rounded("q", linear, before_OI, spec)
+        setattr(model["q"], key, value)
+    assert reported_grids(["q"], model, spec)["q"].zeros_OG.tolist() == [[4, 4]]
+    for key, value in (("group_size", 4), ("scale_dtype", torch.float16), ("bits", 4)):
+        model["q"].__dict__[key] = value
+        with pytest.raises(UserError, match=f"took {key} {value} instead of {settings[key]} for q"):
+            reported_grids(["q"], model, spec)
+        model["q"].__dict__[key] = settings[key]
 
 
 @pytest.mark.parametrize("method", ["gptqmodel", "gptaq", "awq", "autoround"])

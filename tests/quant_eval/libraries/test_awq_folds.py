@@ -28,10 +28,10 @@ from quant_eval.libraries.awq_mappings import (
     apply_fold,
     check_folds,
     check_scaled,
-    mapped_linears,
     mappings_for,
     witness,
 )
+from quant_eval.libraries.outcome import block_linears
 
 GROUPED = {"num_key_value_heads": 2}  # two query heads share each value head
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -139,7 +139,7 @@ def test_the_table_accounts_for_every_linear_of_the_blocks(name):
         for key, part in model.named_modules()
         if isinstance(part, nn.Linear) and key != "lm_head"
     ]
-    assert sorted(mapped_linears(model, mappings)) == sorted(linears)
+    assert sorted(block_linears(model)) == sorted(linears)
     names = [linear for fold in mappings.folds for linear in fold.balance] + list(mappings.unscaled)
     blocks = [f"{mappings.blocks}.{i}" for i in range(NUM_LAYERS)]
     assert sorted(f"{block}.{name}" for block in blocks for name in names) == sorted(linears)

@@ -12,13 +12,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from base.errors import UserError
-from quant_eval.libraries.bitsandbytes import dense_weight, nf4_dense, replace_linears
+from quant_eval.rounding.bitsandbytes import dense_weight, int8_linear, nf4_dense
 from quant_eval.sizes import check_linears
 from quant_eval.specs import parse_spec
 
 
-def int8_spec(threshold):
-    return parse_spec(f"int8-t{threshold:g}")
+def replace_linears(block: nn.Module, names: list[str], threshold: float) -> None:
+    for name in names:
+        linear = block.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        block.set_submodule(name, int8_linear(name, linear, threshold))
 
 
 def absmax_codes(values):
@@ -66,7 +69,7 @@ def block():
 @pytest.mark.parametrize("threshold", [0.0, 2.5, 6.0])
 def test_int8_follows_the_formula(block, activations, threshold):
     linear = copy.deepcopy(block["inner"][0])
-    replace_linears(block, ["inner.0"], int8_spec(threshold))
+    replace_linears(block, ["inner.0"], threshold)
     weight_OI, bias_O = linear.weight.detach().double(), linear.bias.detach().double()
     expected_TO, decoded_OI = llm_int8(activations.double(), weight_OI, bias_O, threshold)
     held_OI = dense_weight(block["inner"][0])
@@ -84,7 +87,7 @@ def test_int8_follows_the_formula(block, activations, threshold):
 
 
 def test_int8_in_bf16_is_int8_in_fp32_rounded(block, activations):
-    replace_linears(block.bfloat16(), ["inner.0"], int8_spec(6.0))
+    replace_linears(block.bfloat16(), ["inner.0"], 6.0)
     linear = block["inner"][0]
     with torch.no_grad():
         output_TO = linear(activations.bfloat16())
@@ -101,7 +104,7 @@ def test_only_named_linears_are_replaced(block):
         copy.deepcopy(block["inner"][0].weight),
         block["inner"][1].weight.detach().clone(),
     )
-    replace_linears(block, ["inner.1"], int8_spec(6.0))
+    replace_linears(block, ["inner.1"], 6.0)
     assert type(block["inner"][0]) is nn.Linear
     assert torch.equal(block["inner"][0].weight, kept)
     steps_O = rounded.abs().amax(1, keepdim=True) / 127
@@ -113,7 +116,7 @@ def test_a_weight_beyond_fp16_is_refused(block):
     with torch.no_grad():
         block["inner"][0].weight[1, 2] = 70_000.0
     with pytest.raises(UserError, match=r"^inner\.0: a weight overflows fp16"):
-        replace_linears(block, ["inner.0"], int8_spec(6.0))
+        replace_linears(block, ["inner.0"], 6.0)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
@@ -129,7 +132,7 @@ def test_int8_is_what_transformers_makes_of_it(hf_dir, threshold, dtype):
         full_BLV = ours(input_ids=tokens_BL).logits
         for layer in ours.model.layers:
             names = [name for name, part in layer.named_modules() if isinstance(part, nn.Linear)]
-            replace_linears(layer, names, int8_spec(threshold))
+            replace_linears(layer, names, threshold)
         ours_BLV, theirs_BLV = (model(input_ids=tokens_BL).logits for model in (ours, theirs))
     assert torch.equal(ours_BLV, theirs_BLV)
     assert not torch.equal(ours_BLV, full_BLV)

@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +23,9 @@ from transformers import PreTrainedModel
 from base.errors import UserError
 from ckpt_tools.hf.model import load_hf_model
 from quant_eval.libraries.job import REPORT, WEIGHTS, Job, run_job
-from quant_eval.libraries.run_gptqmodel import Watch, check_log, quantize
-from quant_eval.specs import QuantSpec, parse_spec
+from quant_eval.libraries.run_gptqmodel import Watch, quantize
+from quant_eval.quantizers.libraries import GPTAQ, GPTQModel
+from quant_eval.specs import parse_spec
 from tests.conftest import VOCAB_SIZE, make_hf_directory
 
 GROUP = 128
@@ -59,7 +59,7 @@ WITHOUT_PART |= {
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    spec: QuantSpec
+    spec: GPTQModel | GPTAQ
     out: Path
     weights: dict[str, Tensor]
 
@@ -93,6 +93,7 @@ def job(wide_hf_dir, tmp_path_factory) -> Job:
 
 def run(job: Job) -> Done:
     run_job(job)
+    assert isinstance(job.spec, GPTQModel | GPTAQ)
     return Done(job.spec, job.out, load_file(job.out / WEIGHTS))
 
 
@@ -141,11 +142,10 @@ def walk(job: Job, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Te
 
 
 def rounded_column_by_column(
-    weight_OI: Tensor, inputs_TI: Tensor, full_TI: Tensor, spec: QuantSpec
+    weight_OI: Tensor, inputs_TI: Tensor, full_TI: Tensor, spec: GPTQModel | GPTAQ
 ) -> Tensor:
     """GPTQ, and with `alpha` GPTAQ: every column moves all columns after it, in float64."""
     max_code = 2**spec.bits - 1
-    assert spec.damping is not None
     hessian_II = inputs_TI.T @ inputs_TI
     damped_II = (
         hessian_II
@@ -153,7 +153,11 @@ def rounded_column_by_column(
     )
     factor_II = torch.linalg.cholesky(torch.linalg.inv(damped_II), upper=True)
     asymmetry_II = (full_TI - inputs_TI).T @ inputs_TI
-    drift_II = (spec.alpha or 0.0) * (asymmetry_II @ factor_II.T).triu(1) @ factor_II
+    drift_II = (
+        (spec.alpha if isinstance(spec, GPTAQ) else 0.0)
+        * (asymmetry_II @ factor_II.T).triu(1)
+        @ factor_II
+    )
     left_OI, result_OI = weight_OI.clone(), torch.empty_like(weight_OI)
     for i in range(weight_OI.shape[1]):
         if i % GROUP == 0:
@@ -257,83 +261,68 @@ def test_a_repaired_hessian_is_refused(job, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["job.json"]
 
 
-def watched(invert):
-    """Outcome of a watch of block 2 on an inversion of the identity at damping 0.1: the result,
-    and the problem.
+def as_stated(task, hessian_II):
+    return 3 * hessian_II, 0.1
+
+
+def as_gptq(loss=0.5, samples=1280):
+    return (torch.ones(1, 1), *[torch.ones(1, 1)] * 3, 0.0, loss, 0.1, samples)
+
+
+def watched(invert=as_stated, result=None):
+    """A watch of linear blocks.2.mlp.up at damping 0.1 and 1280 samples, after it was rounded, and
+    the inverse of the identity.
     """
-    watch = Watch(SimpleNamespace(extract_layers_node=lambda: ["blocks"]), "gptq", 0.1)
-    event: Any = {
-        "stage": "quant_start",
-        "layer_idx": 2,
-        "module_names": ["mlp.up"],
-        "processor": lambda: "gptq",
-    }
-    watch.subset_event(**event)
-    factor_II, damping = watch.over(invert)(SimpleNamespace(name="mlp.up"), torch.eye(4))
-    try:
-        watch.subset_event(**event)
-    except UserError as error:
-        return factor_II, damping, str(error)
-    return factor_II, damping, None
+    watch = Watch(SimpleNamespace(extract_layers_node=lambda: ["blocks"]), 0.1, 1280)
+    watch.subset_event(stage="quant_start", layer_idx=2)
+    task, factor_II = SimpleNamespace(name="mlp.up"), None
+    if invert:
+        factor_II, _ = watch.over_inversion(invert)(task, torch.eye(4))
+    watch.over_rounding(lambda _: result or as_gptq())(task)
+    return watch, factor_II
 
 
-def test_an_inversion_as_stated_passes_unchanged():
-    factor_II, damping, problem = watched(lambda task, hessian_II: (3 * hessian_II, 0.1))
+def test_rounding_as_stated_passes_unchanged():
+    watch, factor_II = watched()
+    watch.subset_event(stage="quant_complete", layer_idx=2)
     assert torch.equal(factor_II, 3 * torch.eye(4))
-    assert (damping, problem) == (0.1, None)
-
-
-@pytest.mark.parametrize(
-    ("invert", "line"),
-    [
-        (
-            lambda task, hessian_II: (hessian_II, 0.3),
-            "changed damping of blocks.2.mlp.up from 0.1 to 0.3",
-        ),
-        (
-            lambda task, hessian_II: (hessian_II.diagonal().add_(0.5), 0.1),
-            "blocks.2.mlp.up from 0.1 to 0.6",
-        ),
-        (lambda task, hessian_II: (None, 1.0), "did not invert the Hessian of blocks.2.mlp.up"),
-    ],
-)
-def test_any_other_inversion_is_a_problem(invert, line):
-    assert line in watched(invert)[2]
-
-
-def test_rounding_without_an_inversion_is_a_problem():
-    watch = Watch(SimpleNamespace(extract_layers_node=lambda: ["blocks"]), "gptq", 0.1)
-    with pytest.raises(UserError, match=r"rounded blocks\.0 without a Hessian"):
-        watch.subset_event(
-            stage="quant_complete", layer_idx=0, module_names=["up"], processor=lambda: "gptq"
-        )
+    assert (watch.weights.keys(), watch.grids.keys()) == (
+        {"blocks.2.mlp.up.weight"},
+        {"blocks.2.mlp.up"},
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"loss": "fallback(rtn): 0.1"}, "rounded blocks.0.up by fallback"),
-        ({"samples": "1279"}, "blocks.0.up on 1279 of 1280 samples"),
-        ({"module": "down"}, "left out blocks.0.down"),
+        (
+            {"invert": lambda task, hessian_II: (hessian_II, 0.3)},
+            "changed damping of blocks.2.mlp.up from 0.1 to 0.3",
+        ),
+        (
+            {"invert": lambda task, hessian_II: (hessian_II.diagonal().add_(0.5), 0.1)},
+            "blocks.2.mlp.up from 0.1 to 0.6",
+        ),
+        (
+            {"invert": lambda task, hessian_II: (None, 1.0)},
+            "did not invert the Hessian of blocks.2.mlp.up",
+        ),
+        ({"invert": None}, "rounded blocks.2.mlp.up without a Hessian"),
+        ({"result": as_gptq(loss="fallback(rtn): 0.1")}, "rounded blocks.2.mlp.up by fallback"),
+        ({"result": as_gptq(samples=1279)}, "blocks.2.mlp.up on 1279 of 1280 samples"),
     ],
 )
-def test_a_log_of_anything_but_gptq_on_all_tokens_is_refused(changes, line):
-    watch = Watch(SimpleNamespace(extract_layers_node=lambda: ["blocks"]), "gptq", 0.1)
-    watch.weights["blocks.0.up.weight"] = torch.zeros(1)
-    row = {"layer": "0", "module": "up", "loss": "0.5", "samples": "1280"}
-    check_log([row], watch, {"blocks.0.up"}, 1280)
+def test_anything_but_gptq_on_all_tokens_is_refused(changes, line):
+    watch, _ = watched(**changes)
     with pytest.raises(UserError, match=line):
-        check_log([row | changes], watch, {"blocks.0.up"}, 1280)
+        watch.subset_event(stage="quant_complete", layer_idx=2)
 
 
 def test_what_gptqmodel_cannot_do_as_told_is_refused_before_it_is_imported(job, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["OlmoForCausalLM"], "model_type": "olmo"})
     )
-    with pytest.raises(
-        UserError,
-        match="holds a OlmoForCausalLM; give one of Olmo2ForCausalLM",
-    ):
+    with pytest.raises(UserError, match="holds a OlmoForCausalLM; give one of Olmo2ForCausalLM"):
         quantize(job.model_copy(update={"hf_dir": tmp_path}))
     with pytest.raises(UserError, match="damp above 0"):
         quantize(job.model_copy(update={"spec": job.spec.model_copy(update={"damping": 0.0})}))

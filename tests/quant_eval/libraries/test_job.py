@@ -133,8 +133,9 @@ from pathlib import Path
 from base.errors import UserError
 from quant_eval import libraries
 from quant_eval.libraries import job
+from quant_eval.quantizers.libraries import GPTQModel
 libraries.__path__.append(sys.argv[1])
-job.MODULES["gptqmodel"] = "stand_in"
+GPTQModel.module = "stand_in"
 task = job.Job.model_validate_json(Path(sys.argv[1], "task.json").read_text())
 with torch.no_grad():
     told = job.run_job(task).settings

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from base.rounding.levels import E2M1, E4M3, E5M2, Numbers
+from quant_eval.numbers import E2M1, E4M3, E5M2, Numbers
 
 # bits of the exponent and of the mantissa
 LAYOUTS: dict[str, tuple[Numbers, int, int]] = {

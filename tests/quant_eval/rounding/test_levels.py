@@ -15,10 +15,10 @@ from compressed_tensors.quantization.utils import generate_gparam
 from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
 
 from base.errors import UserError
-from base.rounding.gptq import gptq, prepare
-from base.rounding.grid import largest_of, round_to_nearest
-from base.rounding.levels import E4M3, local_scales
-from quant_eval.specs import parse_spec
+from quant_eval.numbers import E4M3
+from quant_eval.quantizer import ColumnSpec
+from quant_eval.rounding.gptq import gptq, prepare
+from quant_eval.rounding.grid import largest_of, local_scales, round_to_nearest
 from tests.quant_eval.casts.wrapped import wrapped_linear
 from tests.quant_eval.gptq_reference import (
     eliminate_columns,
@@ -27,6 +27,7 @@ from tests.quant_eval.gptq_reference import (
     same_weights,
 )
 from tests.quant_eval.rounding.number_search import LAYOUTS, nearest, number
+from tests.quant_eval.specs import gptq_spec, grid_spec
 
 FORMATS = ["fp8", "fp8-astatic", "fp8e5m2", "mxfp8", "mxfp4", "nvfp4", "ternary-g32", "binary-g32"]
 PRESETS = {"fp8-astatic": "FP8", "fp8": "FP8_DYNAMIC"}
@@ -69,7 +70,7 @@ def exponent_of(largest: float) -> int:
 
 
 def test_every_scale_of_mxfp4():
-    spec = parse_spec("mxfp4-a16")
+    spec = grid_spec("mxfp4-a16")
     powers = torch.arange(-126, 127).double()
     largest = torch.cat([powers.exp2() * part for part in (1, 1.5, 1.749, 1.75, 1.999)]).float()
     weights = torch.zeros(len(largest), 32)
@@ -97,7 +98,7 @@ def weight_of(num_outputs: int = 24, num_inputs: int = 128) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["fp8", "fp8-astatic", "mxfp8", "mxfp4", "nvfp4"])
 def test_rounding_to_nearest_is_that_of_compressed_tensors_modules(name):
     weight_OI = weight_of()
-    ours = round_to_nearest(weight_OI, parse_spec(name)).dense()
+    ours = round_to_nearest(weight_OI, grid_spec(name)).dense()
     preset = preset_name_to_scheme(PRESETS.get(name, name.upper()), ["Linear"])
     with torch.no_grad():
         theirs = wrapped_linear(weight_OI, preset.weights, None)(torch.eye(weight_OI.shape[1])).T
@@ -107,7 +108,7 @@ def test_rounding_to_nearest_is_that_of_compressed_tensors_modules(name):
 
 def test_e5m2_is_the_nearest_number_of_its_table_with_the_largest_at_its_end():
     weight_OI = weight_of()
-    rounded = round_to_nearest(weight_OI, parse_spec("fp8e5m2"))
+    rounded = round_to_nearest(weight_OI, grid_spec("fp8e5m2"))
     scale_O = weight_OI.abs().amax(1) / 57344
     live_O = scale_O > 0
     assert torch.equal(rounded.scales_OG[live_O, 0], scale_O[live_O])
@@ -118,9 +119,9 @@ def test_e5m2_is_the_nearest_number_of_its_table_with_the_largest_at_its_end():
 
 def test_ternary_and_binary_worked_by_hand():
     weights = torch.tensor([[4.0, -1.0, 0.5, -0.5], [0.0, 0.0, 0.0, 0.0]])
-    ternary = round_to_nearest(weights, parse_spec("ternary-perchannel"))  # mean |w| is 1.5
+    ternary = round_to_nearest(weights, grid_spec("ternary-perchannel"))  # mean |w| is 1.5
     assert ternary.dense().tolist() == [[1.5, -1.5, 0.0, 0.0], [0.0] * 4]
-    binary = round_to_nearest(weights, parse_spec("binary-perchannel"))
+    binary = round_to_nearest(weights, grid_spec("binary-perchannel"))
     assert binary.dense().tolist() == [[1.5, -1.5, 1.5, -1.5], [0.0] * 4]
     assert binary.codes_OI.tolist() == [[1, 0, 1, 0], [1, 1, 1, 1]]
 
@@ -128,7 +129,7 @@ def test_ternary_and_binary_worked_by_hand():
 @pytest.mark.parametrize("groups", ["g32", "perchannel"])
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_integers_are_those_of_compressed_tensors_with_our_scales(bits, groups):
-    rounded = round_to_nearest(weight_of(), parse_spec(f"rtn-b{bits}-{groups}"))
+    rounded = round_to_nearest(weight_of(), grid_spec(f"rtn-b{bits}-{groups}"))
     strategy = {"strategy": "channel"} if groups == "perchannel" else {"group_size": 32}
     args = QuantizationArgs(num_bits=bits, **strategy)
     scales_OG = rounded.scales_OG
@@ -138,9 +139,9 @@ def test_integers_are_those_of_compressed_tensors_with_our_scales(bits, groups):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_gptq_on_uncorrelated_inputs_rounds_to_nearest(name):
-    weight_OI, spec = weight_of(), parse_spec(f"gptq-{name}")
+    weight_OI, spec = weight_of(), gptq_spec(f"gptq-{name}")
     prepared = prepare(torch.eye(weight_OI.shape[1], dtype=torch.float64), spec, "layer")
-    ours, rtn = gptq(weight_OI, prepared, spec), round_to_nearest(weight_OI, parse_spec(name))
+    ours, rtn = gptq(weight_OI, prepared, spec), round_to_nearest(weight_OI, grid_spec(name))
     for key in ("codes_OI", "scales_OG", "zeros_OG", "groups_I"):
         assert torch.equal(getattr(ours, key), getattr(rtn, key)), key
     assert torch.equal(ours.dense(), rtn.dense())
@@ -150,9 +151,9 @@ def test_gptq_on_uncorrelated_inputs_rounds_to_nearest(name):
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "ternary-g32", "binary-g32"])
 def test_gptq_beats_rounding_to_nearest(name, order):
     weight_OI, hessian_II = problem(5, num_inputs=160, num_tokens=400)
-    spec = parse_spec(f"gptq-{name}-{order}".replace("-natural", ""))
+    spec = gptq_spec(f"gptq-{name}-{order}".replace("-natural", ""))
     ours = gptq(weight_OI, prepare(hessian_II, spec, "layer"), spec).dense()
-    of_nearest = round_to_nearest(weight_OI, parse_spec(name)).dense()
+    of_nearest = round_to_nearest(weight_OI, grid_spec(name)).dense()
     error, limit = (relative_output_error(weight_OI, q, hessian_II) for q in (ours, of_nearest))
     assert error < 0.8 * limit  # the gain on integers of 2 to 8 bits, too
 
@@ -182,7 +183,7 @@ def points_of(largest: float):
 def test_gptq_is_the_slow_elimination_of_columns(name, order):
     weight_OI, hessian_II = problem(7, num_outputs=12, num_inputs=160, num_tokens=400)
     weight_OI = weight_OI.float()
-    spec = parse_spec(f"gptq-{name}-{order}".replace("-natural", ""))
+    spec = gptq_spec(f"gptq-{name}-{order}".replace("-natural", ""))
     ours = gptq(weight_OI, prepare(hessian_II, spec, "layer"), spec)
     largest = float(weight_OI.abs().max())
     slow_OI = eliminate_columns(weight_OI, hessian_II, spec, points_of(largest))
@@ -195,13 +196,12 @@ def test_rows_apart_are_the_rows_together(name):
     weight_OI, hessian_II = problem(2, num_outputs=70, num_inputs=96)
     largest = largest_of(weight_OI)
     for method in ("", "gptq-"):
-        spec = parse_spec(method + name)
-        prepared = prepare(hessian_II, spec, "layer") if method else None
+        spec = grid_spec(method + name)
 
-        def rounded(rows_OI, spec=spec, prepared=prepared):
-            if prepared is None:
+        def rounded(rows_OI, spec=spec):
+            if not isinstance(spec, ColumnSpec):
                 return round_to_nearest(rows_OI, spec, largest).dense()
-            return gptq(rows_OI, prepared, spec, largest).dense()
+            return gptq(rows_OI, prepare(hessian_II, spec, "layer"), spec, largest).dense()
 
         whole, parts = rounded(weight_OI), [rounded(rows) for rows in weight_OI.split([9, 41, 20])]
         assert torch.equal(torch.cat(parts), whole)
@@ -213,4 +213,4 @@ def test_weights_that_are_not_finite_are_refused(name, value):
     weight_OI = weight_of()
     weight_OI[5, 40] = value
     with pytest.raises(UserError, match="weights hold NaN or infinity"):
-        round_to_nearest(weight_OI, parse_spec(name))
+        round_to_nearest(weight_OI, grid_spec(name))

@@ -11,10 +11,10 @@ import torch
 
 from base.errors import UserError
 from base.ranks import ALONE
-from base.rounding.gptq import Preparation, gptq, prepare
-from base.rounding.grid import Rounded
-from quant_eval.rounding.mixed import Mixed, round_mixed
-from quant_eval.specs import QuantSpec, parse_spec
+from quant_eval.group import Rounded
+from quant_eval.quantizers.mixed import MixedSpec
+from quant_eval.rounding.gptq import gptq, prepare
+from quant_eval.rounding.mixed import Mixed
 from tests.quant_eval.gptq_reference import (
     closest,
     eliminations,
@@ -22,14 +22,14 @@ from tests.quant_eval.gptq_reference import (
     problem,
     relative_output_error,
 )
+from tests.quant_eval.specs import gptq_spec, mixed, mixed_spec, prepare_mixed
 
 WIDTH = 288  # two blocks of columns and a quarter
 METHODS, SYMMETRIES, GROUPS = ("atom", "quik"), ("sym", "asym"), ("perchannel", "g32", "g96")
 
 
 def quantize(weight_OI: torch.Tensor, hessian_II: torch.Tensor, name: str) -> Mixed:
-    spec = parse_spec(name)
-    return round_mixed(weight_OI, prepare(hessian_II, spec, "layer"), spec)
+    return mixed(weight_OI, hessian_II, mixed_spec(name))
 
 
 def loudest(hessian_II: torch.Tensor, count: int) -> list[int]:
@@ -38,7 +38,7 @@ def loudest(hessian_II: torch.Tensor, count: int) -> list[int]:
 
 
 def eliminated(
-    weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: QuantSpec, kept: list[int]
+    weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: MixedSpec, kept: list[int]
 ) -> torch.Tensor:
     """The weight column after column: all later ones answer each error at once.
 
@@ -47,7 +47,7 @@ def eliminated(
     """
     rest = [i for i in range(WIDTH) if i not in kept]
     order, weights = rest + kept, weight_OI.double().numpy().copy()
-    inverse_rows = eliminations(hessian_II.numpy().tobytes(), tuple(order), spec.damping or 0.0)
+    inverse_rows = eliminations(hessian_II.numpy().tobytes(), tuple(order), spec.damping)
     parts = [(rest, spec)]
     if spec.method == "atom":
         parts.append((kept, spec.model_copy(update={"bits": 8})))
@@ -74,7 +74,7 @@ def eliminated(
 @pytest.mark.parametrize("groups", GROUPS)
 def test_every_combination_equals_explicit_elimination(groups, share, method, symmetry):
     weight_OI, hessian_II = problem(num_outputs=16)
-    spec = parse_spec(f"{method}-b3-{groups}-{symmetry}-keep{share}")
+    spec = mixed_spec(f"{method}-b3-{groups}-{symmetry}-keep{share}")
     ours = quantize(weight_OI, hessian_II, spec.name)
     size = spec.group_size or 1
     kept = loudest(hessian_II, math.ceil(share * WIDTH / size) * size)
@@ -95,10 +95,10 @@ def test_every_combination_equals_explicit_elimination(groups, share, method, sy
 def test_what_quik_keeps_is_the_least_squares_answer_to_the_errors_of_the_rest(groups):
     """The smallest tr(D H D^T) for given D of the rest: D_K = -D_R H_RK H_KK^-1, H damped."""
     weight_OI, hessian_II = problem(seed=3)
-    spec = parse_spec(f"quik-b3-{groups}-keep0.2")
+    spec = mixed_spec(f"quik-b3-{groups}-keep0.2")
     ours = quantize(weight_OI, hessian_II, spec.name)
     difference_OI = ours.dense().double() - weight_OI
-    added = float(spec.damping or 0) * hessian_II.diagonal().mean()
+    added = spec.damping * hessian_II.diagonal().mean()
     rows_KI = (hessian_II + added * torch.eye(WIDTH))[ours.kept_I]
     answer_KR = torch.linalg.solve(rows_KI[:, ours.kept_I], rows_KI[:, ours.rest_I])
     moved_OK = -difference_OI[:, ours.rest_I] @ answer_KR.T
@@ -118,7 +118,7 @@ def test_pushing_errors_into_the_kept_inputs_lowers_the_output_error(method, bit
     apart_OI = weight_OI.clone()
     parts = [(ours.rest_I, bits)] + [(ours.kept_I, 8)] * (method == "atom")
     for part_I, width in parts:
-        spec = parse_spec(f"gptq-b{width}-g32")
+        spec = gptq_spec(f"gptq-b{width}-g32")
         prepared = prepare(hessian_II[part_I][:, part_I].contiguous(), spec, "layer")
         apart_OI[:, part_I] = gptq(weight_OI[:, part_I], prepared, spec).dense().double()
     error, error_apart, plain = (
@@ -151,7 +151,7 @@ def same_codes(part: object, plain: Rounded) -> bool:
 def test_no_input_kept_is_gptq_bit_for_bit(method, symmetry, groups):
     weight_OI, hessian_II = problem()
     ours = quantize(weight_OI, hessian_II, f"{method}-b3-{groups}-{symmetry}-keep0")
-    spec = parse_spec(f"gptq-b3-{groups}-{symmetry}")
+    spec = gptq_spec(f"gptq-b3-{groups}-{symmetry}")
     plain = gptq(weight_OI, prepare(hessian_II, spec, "layer"), spec)
     assert ours.kept is None
     assert same_codes(ours.rest, plain)
@@ -163,7 +163,7 @@ def test_no_input_kept_is_gptq_bit_for_bit(method, symmetry, groups):
 def test_all_inputs_kept_by_atom_is_gptq_in_8_bits_bit_for_bit(symmetry, groups):
     weight_OI, hessian_II = problem()
     ours = quantize(weight_OI, hessian_II, f"atom-b3-{groups}-{symmetry}-keep1")
-    spec = parse_spec(f"gptq-b8-{groups}-{symmetry}")
+    spec = gptq_spec(f"gptq-b8-{groups}-{symmetry}")
     plain = gptq(weight_OI, prepare(hessian_II, spec, "layer"), spec)
     assert ours.rest is None
     assert same_codes(ours.kept, plain)
@@ -216,10 +216,10 @@ def test_groups_are_whole_and_follow_the_rest_worked_by_hand():
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_are_rounded_bit_for_bit_as_if_alone(method, groups, rows):
     weight_OI, hessian_II = problem(num_outputs=130)
-    spec = parse_spec(f"{method}-b4-{groups}-asym-keep0.3")
-    prepared: Preparation = prepare(hessian_II, spec, "layer")
+    spec = mixed_spec(f"{method}-b4-{groups}-asym-keep0.3")
+    prepared = prepare_mixed(hessian_II, spec)
     together, alone = (
-        round_mixed(part_OI, prepared, spec) for part_OI in (weight_OI, weight_OI[rows])
+        mixed(part_OI, hessian_II, spec, prepared) for part_OI in (weight_OI, weight_OI[rows])
     )
     assert same_bits(together.dense()[rows], alone.dense())
     assert same_bits(together.gathered(ALONE, 130).dense(), together.dense())

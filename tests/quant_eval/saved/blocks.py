@@ -16,7 +16,7 @@ from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from quant_eval.measuring.walk import Variant, walk
 from quant_eval.model.streamed import Block, StreamedModel
-from quant_eval.saved.writer import CheckpointWriter
+from quant_eval.saved.checkpoint import CheckpointWriter
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
 from tests.quant_eval.saved.examples import input_ids

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
-from base.rounding.grid import Rounded, fit_grid
-from quant_eval.saved.writer import CheckpointWriter
-from quant_eval.specs import QuantSpec, parse_spec
+from quant_eval.group import Rounded
+from quant_eval.quantizer import ColumnSpec, GridSpec
+from quant_eval.rounding.grid import fit_grid
+from quant_eval.saved.checkpoint import CheckpointWriter
 from tests.conftest import VOCAB_SIZE
+from tests.quant_eval.specs import grid_spec
 
 # All widths, symmetries, kinds of groups and orders; every width with a zero that a 'gptq'
 # checkpoint could not hold.
@@ -39,16 +41,17 @@ class Example:
     """A checkpoint, and what it was saved from."""
 
     out: Path
-    spec: QuantSpec
+    spec: GridSpec
     rounded: dict[str, Rounded]  # by parameter name
     dense: PreTrainedModel  # the model with the quantized weights, fp32
 
 
-def input_order(num_inputs: int, spec: QuantSpec, generator: torch.Generator) -> Tensor:
+def input_order(num_inputs: int, spec: GridSpec, generator: torch.Generator) -> Tensor:
     """The order in which inputs are put into groups, int64 [I]."""
-    if spec.order == "actorder":
+    order = spec.order if isinstance(spec, ColumnSpec) else "natural"
+    if order == "actorder":
         return torch.randperm(num_inputs, generator=generator)
-    if spec.order == "groupaware":
+    if order == "groupaware":
         groups = num_inputs // (spec.group_size or num_inputs)
         return (
             torch.arange(num_inputs)
@@ -58,7 +61,7 @@ def input_order(num_inputs: int, spec: QuantSpec, generator: torch.Generator) ->
     return torch.arange(num_inputs)
 
 
-def round_linear(weight_OI: Tensor, spec: QuantSpec, generator: torch.Generator) -> Rounded:
+def round_linear(weight_OI: Tensor, spec: GridSpec, generator: torch.Generator) -> Rounded:
     """Nearest points of a grid with fp16 scales; the first row has no negative weight, the
     second no positive one.
     """
@@ -85,7 +88,7 @@ def save_example(
     hf_dir: Path, out: Path, name: str, dtype: Literal["fp32", "bf16"] = "fp32"
 ) -> Example:
     """Rounds all linears of the decoder blocks and saves them."""
-    spec, generator = parse_spec(name), torch.Generator().manual_seed(0)
+    spec, generator = grid_spec(name), torch.Generator().manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
     linears = {
         f"{path}.weight": part.weight

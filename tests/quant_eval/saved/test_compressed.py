@@ -15,15 +15,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from base.errors import UserError
-from base.rounding.grid import round_to_nearest
 from ckpt_tools.formats.weights import DTYPES
 from quant_eval.model.streamed import StreamedModel
-from quant_eval.saved.reader import SavedWeights
-from quant_eval.saved.writer import CheckpointWriter
+from quant_eval.rounding.grid import round_to_nearest
+from quant_eval.saved.checkpoint import CheckpointWriter, SavedWeights
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
 from tests.quant_eval.saved.blocks import Measured, save_measured
 from tests.quant_eval.saved.examples import input_ids, logits_of
+from tests.quant_eval.specs import grid_spec
 
 # transformers converts scales to the model's dtype, so fp32 is exact; it unpacks MX formats and
 # NVFP4 to bf16 alone, and there they are exact
@@ -250,14 +250,14 @@ def test_models_that_the_format_cannot_hold(tmp_path, neox):
     with pytest.raises(UserError, match="no cache of an attention without k_proj; leave -kvfp8"):
         CheckpointWriter(neox, tmp_path / "out", parse_spec("kvfp8"), "fp32")
     with pytest.raises(UserError, match="query_key_value has a bias, and vLLM transforms"):
-        CheckpointWriter(neox, tmp_path / "out", parse_spec("rtn-b4-g32-had32"), "fp32")
+        CheckpointWriter(neox, tmp_path / "out", grid_spec("rtn-b4-g32-had32"), "fp32")
     odd = make_hf_directory(tmp_path / "odd", hidden_size=36, intermediate_size=72)
     with pytest.raises(UserError, match="has 36 inputs, whose 4 bits fill no words of 32"):
-        CheckpointWriter(odd, tmp_path / "out", parse_spec("rtn-b4-perchannel"), "fp32")
+        CheckpointWriter(odd, tmp_path / "out", grid_spec("rtn-b4-perchannel"), "fp32")
 
 
 def test_codes_of_a_rotated_weight_need_their_transform(tmp_path, source):
-    spec = parse_spec("rtn-b4-g32-had")
+    spec = grid_spec("rtn-b4-g32-had")
     with (
         CheckpointWriter(source, tmp_path / "out", spec, "fp32").collecting() as writer,
         pytest.raises(AssertionError, match="of which basis"),

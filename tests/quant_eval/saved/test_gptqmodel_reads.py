@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from base.rounding.grid import Rounded
 from ckpt_tools.formats.weights import read_whole
 from ckpt_tools.hf.forward import names_in_files
+from quant_eval.group import Rounded
 from quant_eval.libraries.job import process_environment
+from quant_eval.saved.checkpoint import SavedWeights
 from quant_eval.saved.gptq import pack
-from quant_eval.saved.reader import SavedWeights
 from tests.interpreter import interpreter
 from tests.quant_eval.saved.examples import SPECS, Example, logits_of
 from tests.quant_eval.saved.test_packing import WIDTHS, random_rounded

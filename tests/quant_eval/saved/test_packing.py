@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from base.rounding.grid import Rounded
+from quant_eval.group import Rounded
 from quant_eval.saved.gptq import WORD_BITS, pack, unpack
 
 WIDTHS = (2, 3, 4, 8)

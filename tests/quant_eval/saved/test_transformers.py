@@ -31,10 +31,7 @@ def logits(tmp_path_factory, examples):
         text=True,
         check=False,
         env=process_environment(threads=1)
-        | {
-            "GPTQMODEL_CPU_WORKERS": "2",
-            "TORCHDYNAMO_DISABLE": "1",
-        },
+        | {"GPTQMODEL_CPU_WORKERS": "2", "TORCHDYNAMO_DISABLE": "1"},
         cwd=root,  # where gptqmodel leaves a log
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,9 +11,7 @@ from base.files import first_damage
 from ckpt_tools.formats.weights import read_whole
 from ckpt_tools.hf.directory import read_lineage
 from ckpt_tools.hf.forward import names_in_files
-from quant_eval.saved import writer
-from quant_eval.saved.reader import SavedWeights
-from quant_eval.saved.writer import CheckpointWriter
+from quant_eval.saved.checkpoint import CheckpointWriter, SavedWeights
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
 from tests.published import make_published
@@ -77,7 +75,7 @@ def test_shards_and_dtype(tmp_path, source, monkeypatch):
     """In files of 20 kB and in bf16, the same weights: packed ones to the bit, the others
     rounded.
     """
-    monkeypatch.setattr(writer, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr("quant_eval.saved.checkpoint.SHARD_BYTES", 20_000)
     example = save_example(source, tmp_path / "out", "gptq-b4-g32-asym-s16", dtype="bf16")
     assert len(list(example.out.glob("model-*.safetensors"))) > 3
     config = json.loads((example.out / "config.json").read_text())

@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from scipy.stats import binomtest
 
-from quant_eval.tasks.table import PAPER_TASKS, choose_tasks
+from quant_eval.paper_tasks import PAPER_TASKS, choose_tasks
 from tests.quant_eval.tasks.task_files import DEFINITIONS, LM_EVAL, SUBJECTS, own_task_manager
 
 LEAVES = {task: [task] for task in LM_EVAL} | {"mmlu": [f"mmlu_{subject}" for subject in SUBJECTS]}

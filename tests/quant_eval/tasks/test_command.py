@@ -103,10 +103,7 @@ def test_results_of_two_specs(
         "intervals",
         "undefined",
         "leaves",
-    } - {
-        "documents_sha256",
-        "prompts_sha256",
-    }
+    } - {"documents_sha256", "prompts_sha256"}
     assert all(line.startswith("tasks, ") for line in lines), lines  # nothing of lm-eval's own
 
 
@@ -187,10 +184,7 @@ def test_a_model_that_overflows_is_refused(tmp_path, pair, settings_of, measure_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"tasks": "piqa,boolq"},
-            "unknown task 'boolq'; take one of paper, arc_challenge",
-        ),
+        ({"tasks": "piqa,boolq"}, "unknown task 'boolq'; take one of paper, arc_challenge"),
         ({"spec": "gptq"}, "needs its bits"),
         ({"shots": -1}, "shots"),
         ({"limit": 0}, "limit"),

@@ -10,9 +10,9 @@ import pytest
 from huggingface_hub import constants
 
 from base.errors import UserError
+from quant_eval.paper_tasks import PAPER_TASKS, choose_tasks
 from quant_eval.tasks.documents import hub_revision
 from quant_eval.tasks.loading import load_tasks
-from quant_eval.tasks.table import PAPER_TASKS, choose_tasks
 from tests.quant_eval.tasks.task_files import write_lines
 
 PIQA = {"goal": "to walk", "sol1": "use legs", "sol2": "use wings", "label": 0}

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from quant_eval.casts.linear import CastLinear, shifted_bias
-from quant_eval.model.families import SITES, family_of
 from quant_eval.model.streamed import Block
 from quant_eval.transforms.fitting import GroupStatistics, fit_transform
 from quant_eval.transforms.placement import places_of
+from train.model.families import SITES, family_of
 
 
 def load(directory) -> Any:

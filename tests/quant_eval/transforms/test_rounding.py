@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from base.rounding.gptq import gptq, prepare
-from base.rounding.grid import round_to_nearest
 from quant_eval.casts.activations import activation_cast
 from quant_eval.casts.linear import CastLinear, shifted_bias
-from quant_eval.specs import parse_spec
+from quant_eval.rounding.gptq import gptq, prepare
+from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.transforms.fitting import GroupStatistics, fit_transform
 from quant_eval.transforms.placement import Place, Places
+from tests.quant_eval.specs import gptq_spec, grid_spec
 
 PLACES = {
     None: Place(256),
@@ -48,7 +48,7 @@ def error_of(outputs, expected):
 def error_of_weights(name, layer):
     """Relative error of the outputs of a dense weight, restored to the basis of the inputs."""
     weight_OI, x_NI, hessian_II = layer
-    spec = parse_spec(name)
+    spec = gptq_spec(name)
     transform = fitted(spec, layer)
     rotated_OI = transform.weight(weight_OI)
     rounded = gptq(rotated_OI, prepare(transform.hessian(hessian_II), spec, "a layer"), spec)
@@ -58,7 +58,7 @@ def error_of_weights(name, layer):
 @torch.no_grad()
 def error_with_activations(name, layer):
     weight_OI, x_NI, _ = layer
-    spec = parse_spec(name)
+    spec = grid_spec(name)
     transform = fitted(spec, layer)
     rounded_OI = round_to_nearest(transform.weight(weight_OI), spec).dense()
     cast = activation_cast(spec, 256) or nn.Identity()

@@ -43,18 +43,18 @@ def postgres():
     """A cluster on a free port, without password for anyone on this machine; gives its port."""
     if not POSTGRES:
         skip("PostgreSQL is not installed; apt-get install postgresql")
-    place = Path(
+    directory = Path(
         tempfile.mkdtemp(prefix="quantdyn-postgres-")
     )  # a short path, for its socket, and another user's
     as_other = []
     if os.geteuid() == 0:  # PostgreSQL refuses to be root
-        shutil.chown(place, "postgres")
+        shutil.chown(directory, "postgres")
         as_other = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
     port, programs = free_port(), POSTGRES[-1]
     initdb = [
         str(programs / "initdb"),
         "-D",
-        str(place / "data"),
+        str(directory / "data"),
         "-A",
         "trust",
         "-N",
@@ -64,13 +64,13 @@ def postgres():
     subprocess.run(
         [*as_other, *initdb], check=True, capture_output=True, timeout=HANG_SECONDS, cwd="/"
     )
-    settings = [f"-p{port}", f"-k{place}", "-clisten_addresses=127.0.0.1", "-cfsync=off"]
+    settings = [f"-p{port}", f"-k{directory}", "-clisten_addresses=127.0.0.1", "-cfsync=off"]
     command = [
         *ENDING_WITH_US,
         *as_other[1:],
         str(programs / "postgres"),
         "-D",
-        str(place / "data"),
+        str(directory / "data"),
         *settings,
     ]
     process = subprocess.Popen(
@@ -82,13 +82,13 @@ def postgres():
     yield port
     process.send_signal(signal.SIGINT)  # SIGTERM would wait for MLflow's pools to disconnect
     process.wait(HANG_SECONDS)
-    shutil.rmtree(place)
+    shutil.rmtree(directory)
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """An MLflow server over a SQLite store: its port and the path of the store."""
-    place, port = tmp_path_factory.mktemp("server"), free_port()
+    directory, port = tmp_path_factory.mktemp("server"), free_port()
     command = [
         *ENDING_WITH_US,
         interpreter(),
@@ -96,11 +96,11 @@ def server(tmp_path_factory):
         "mlflow",
         "server",
         "--backend-store-uri",
-        f"sqlite:///{place}/mlflow.db",
+        f"sqlite:///{directory}/mlflow.db",
     ]
     command += [
         "--artifacts-destination",
-        str(place / "artifacts"),
+        str(directory / "artifacts"),
         "--host",
         "127.0.0.1",
         "--port",
@@ -110,12 +110,12 @@ def server(tmp_path_factory):
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
-    with (place / "log").open("w") as log:
+    with (directory / "log").open("w") as log:
         process = subprocess.Popen(
-            [*command, "--workers", "1"], env=environment, stdout=log, stderr=log, cwd=place
+            [*command, "--workers", "1"], env=environment, stdout=log, stderr=log, cwd=directory
         )
     wait_until(lambda: answers(port), "the server", process)
-    yield port, place / "mlflow.db"
+    yield port, directory / "mlflow.db"
     process.terminate()
     process.wait(HANG_SECONDS)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import sqlalchemy
 
 from study.definition import Study, save_study
-from study.machine.run_configurations import write_run_configurations
+from study.machine.needs import write_run_configurations
 from tests.sealing import json_lines
 from tests.study.ablation import tiny
 from train.run.directory import RunDirectory

@@ -142,9 +142,11 @@ def test_a_root_that_was_moved_is_refused_with_a_way_that_works(tmp_path, store)
     mirror(directory, study, store_uri(tmp_path / "old"))
     root = tmp_path / "new"
     (tmp_path / "old").rename(root)
-    with pytest.raises(UserError, match=f"old/mlartifacts/s, .*; rename {root}/mlflow.db") as said:
+    with pytest.raises(
+        UserError, match=f"old/mlartifacts/s, .*; rename {root}/mlflow.db"
+    ) as refused:
         mirror(root / "s", study, store_uri(root))
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(refused.value)
     (root / "mlflow.db").rename(root / "mlflow-old.db")
     root = root.rename(
         tmp_path / "newest"
@@ -168,8 +170,8 @@ def test_a_copied_study_says_that_its_store_is_not_there(tmp_path, store):
     assert "/#/experiments/1/runs" in opening(directory, store)
     copied = tmp_path / "elsewhere"
     shutil.copytree(directory, copied / "s")
-    said = opening(copied / "s", store_uri(copied))
-    assert said == f"not there yet; make it: python -m study mirror s --root {copied}"
+    line = opening(copied / "s", store_uri(copied))
+    assert line == f"not there yet; make it: python -m study mirror s --root {copied}"
     # a store that has other studies, and another experiment of that number
     shutil.copy(tmp_path / "mlflow.db", copied / "mlflow.db")
     assert "/#/experiments/" not in opening(copied / "s", store_uri(copied))

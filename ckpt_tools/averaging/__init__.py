@@ -1,1 +1,0 @@
-"""Averages of models: soups, weighted means and LAWA windows, summed some rows at a time."""

@@ -1,0 +1,1 @@
+"""Dual numbers: their arithmetic, passes with derivatives written out, and all decoder blocks."""

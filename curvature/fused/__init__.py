@@ -1,1 +1,0 @@
-"""Layers of dual numbers in few passes, with their derivatives written out."""

@@ -1,1 +1,0 @@
-"""Several studies in one table, with the error over the size of the model."""

@@ -1,0 +1,73 @@
+"""The content of arXiv 2510.06213, by place: what `python -m study` finds here, in this order.
+
+The first figures of a report are the first ones here that the study has.
+"""
+
+from study.content import Content
+
+
+def _in(package: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"dynamics.{package}.{name}" for name in names)
+
+
+CONTENT = Content(
+    paper="arXiv 2510.06213",
+    recipes=_in(
+        "recipes",
+        "demo:tiny",
+        "olmo2:olmo2_7b_lr",
+        "olmo2:olmo2_7b_lr_cosine300b",
+        "olmo2:olmo2_1b_lr",
+        "olmo2:olmo2_190m_lr",
+        "olmo2:olmo2_30m_lr",
+        "pythia:pythia_160m_lr",
+        "pythia:pythia_160m_schedules",
+        "pythia:pythia_160m_weight_decay",
+        "pythia:pythia_160m_budgets",
+        "pythia:pythia_160m_decay",
+        "pythia:pythia_160m_lawa",
+        "pythia:pythia_70m_kumar",
+        "trajectory:trajectory",
+    ),
+    figures=_in(
+        "figures",
+        "ends:anneal_against_control",
+        "quantization:kl_divergence",
+        "quantization:quantization_error",
+        "ends:ends",
+        "quantization:validation_loss",
+        "probe:probe",
+        "averages:averages",
+        "quantization:full_against_quantized",
+        "curvature:curvature",
+        "curvature:error_against_curvature",
+        "quantization:methods",
+        "quantization:tasks",
+        "quantization:methods_along_training",
+        "prediction:blocks",
+        "curvature:formula",
+        "prediction:prediction",
+        "slices:slices",
+    ),
+    claims=_in(
+        "claims",
+        "schedule:flat",
+        "schedule:surge",
+        "data:tokens",
+        "schedule:divergence",
+        "sweep:peaks",
+        "sweep:matched",
+        "sweep:averages",
+        "data:budgets",
+        "data:schedules",
+        "flatness:over_checkpoints",
+        "flatness:in_the_decay",
+        "flatness:of_averages",
+        "flatness:by_formula",
+        "sweep:methods",
+        "sweep:bits",
+    ),
+    sentences=("dynamics.choices.learning_rate:learning_rate_line",),
+    tables=("dynamics.forecast.page:back_test_tables",),
+    commands=_in("commands", "forecast", "choose", "choose_average", "cooldowns", "compare"),
+)

@@ -1,0 +1,157 @@
+"""The one check of what another project's library made of a model, read off the result.
+
+Every linear of the decoder blocks has to be on the grids that the library reports for it, those
+have to be of the spec's bits, groups and symmetry, and everything else has to have the original's
+bits. What this cannot see, such as damping that was raised, the libraries' own modules refuse.
+
+Shapes: O output features, I input features, G groups of a row.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from base.errors import UserError
+from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.formats.weights import read_whole
+from ckpt_tools.hf.forward import names_in_files
+from quant_eval.quantizers.libraries import LibrarySpec
+
+# Steps of its grid between a weight and the one it was rounded from, for methods that do not move
+# the error of one weight on to others: half by rounding, up to one by what AutoRound learns.
+REACH = 2
+
+
+@dataclass(frozen=True)
+class ReportedGrid:
+    """The points scale x (code - zero) of each group of a linear, as a library reports them.
+
+    Attributes:
+        scales_OG: of either sign.
+        zeros_OG: the code of 0; codes are 0 to 2^bits - 1.
+        groups_I: the group of each input feature; None: groups are of neighbours.
+    """
+
+    scales_OG: Tensor
+    zeros_OG: Tensor
+    groups_I: Tensor | None = None
+
+
+Grids = dict[str, ReportedGrid]  # by linear
+
+
+def block_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the linears of the decoder blocks by name, in order: those to be quantized."""
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+
+
+def original_weights(
+    hf_dir: Path, model: PreTrainedModel, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and value of every parameter of a model as its directory has it, in `dtype`.
+
+    One is in memory at a time. `model` gives the names, before the library works on it.
+    """
+    weights, files = HFWeights(hf_dir), names_in_files(model)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return (
+        (name, read_whole(weights, files[name]).to(dtype).view(shape))
+        for name, shape in shapes.items()
+    )
+
+
+def check_outcome(
+    library: str,
+    after: Mapping[str, Tensor],
+    before: Iterator[tuple[str, Tensor]],
+    grids: Grids,
+    linears: Iterable[str],
+    spec: LibrarySpec,
+    *,
+    moves_errors: bool,
+) -> dict[str, Tensor]:
+    """Return the weights of the linears, all on their grids, by the names of their parameters.
+
+    Args:
+        library: its name, for messages.
+        after: every parameter of the model that the library left.
+        before: every parameter of the original.
+        grids: of each linear.
+        linears: all that were to be quantized.
+        spec: what the library was asked for.
+        moves_errors: whether the method moves the error of one weight on to others, as GPTQ does.
+
+    Raises:
+        UserError: a linear was left out or is off its grid, a grid is not that of the spec, or
+            another parameter is not the original's.
+    """
+    strays = grids.keys() ^ set(linears)
+    if strays:
+        raise UserError(f"{library} left out {min(strays)}; use our own gptq")
+    added, weights = set(after), dict[str, Tensor]()
+    for key, original in before:
+        name = key.removesuffix(".weight")
+        value = after.get(key)
+        added.discard(key)
+        if value is None or value.dtype != original.dtype or value.shape != original.shape:
+            raise UserError(f"{library} changed the dtype or shape of {key}; use our own gptq")
+        value = value.detach().cpu().contiguous()
+        if key == f"{name}.weight" and name in grids:
+            source = None if moves_errors else original
+            check_on_grid(library, name, value, grids[name], spec, source)
+            weights[key] = value
+        elif not torch.equal(value, original):
+            raise UserError(f"{library} changed {key}, which is not a linear of a block; report it")
+    if added:
+        raise UserError(f"{library} added {min(added)}; report it")
+    return weights
+
+
+def check_on_grid(
+    library: str,
+    name: str,
+    weight_OI: Tensor,
+    grid: ReportedGrid,
+    spec: LibrarySpec,
+    source_OI: Tensor | None,
+) -> None:
+    """Refuse a weight that is not on the grid reported for it, or a grid that is not the spec's.
+
+    `source_OI` is what it was rounded from, if every weight is a point near to its own.
+    """
+    if not bool(weight_OI.isfinite().all()):
+        raise UserError(f"{library} made {name} not finite; check the checkpoint's weights")
+    inputs, groups = weight_OI.shape[1], grid.scales_OG.shape[1]
+    size, taken = spec.group_size or inputs, inputs // groups
+    groups_I = torch.arange(inputs) // taken if grid.groups_I is None else grid.groups_I.cpu()
+    if taken != size or not bool((groups_I.bincount(minlength=groups) == size).all()):
+        raise UserError(f"{library} took groups of {taken} instead of {size} inputs for {name}")
+    zeros_OG, highest = grid.zeros_OG.cpu().float(), 2**spec.bits - 1
+    middle = 2 ** (spec.bits - 1)
+    if spec.symmetric and not bool((zeros_OG == middle).all()):
+        raise UserError(f"{library} took an asymmetric grid instead of a symmetric one for {name}")
+
+    groups_I = groups_I.long()
+    scale_OI, zero_OI = grid.scales_OG.cpu().float()[:, groups_I], zeros_OG[:, groups_I]
+    quotient_OI = weight_OI.float() / scale_OI
+    right_OI = torch.zeros_like(weight_OI, dtype=torch.bool)
+    # The product of a step and its scale was rounded to the weight's dtype, once: in bf16 that
+    # moves 255 steps by up to one, so either neighbour may be the step that it came from.
+    for neighbour_OI in (quotient_OI.floor(), quotient_OI.ceil()):
+        steps_OI = neighbour_OI.clamp(-zero_OI, highest - zero_OI)
+        is_point_OI = (steps_OI * scale_OI).to(weight_OI.dtype) == weight_OI
+        if source_OI is not None:
+            exact_OI = (source_OI.float() / scale_OI).clamp(-zero_OI, highest - zero_OI)
+            is_point_OI &= (steps_OI - exact_OI).abs() <= REACH
+        right_OI |= is_point_OI
+    if not bool(right_OI.all()):
+        raise UserError(f"{library} left {name} off its grid; use our own gptq")

@@ -1,1 +1,0 @@
-"""Checks of a cluster before the first job of a study."""

@@ -1,0 +1,159 @@
+"""Findings, and the verdict on a claim that follows from those of its runs.
+
+A claim is judged by a quantity over all runs, the whole, and its parts: groups of runs that differ
+in their seed alone, or steps of a sweep. It is decided where the whole is significant and no part
+is significantly the other way, by Holm's correction over the parts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from base.statistics import holm
+from quant_eval.estimate import Estimate
+from study.claims.verdict import ALPHA, Measure, Outcome, Replicates, Verdict
+from study.results.paired import Weighted
+
+
+class Finding(NamedTuple):
+    """One test.
+
+    Attributes:
+        way: that the data point: 'higher', 'within'.
+        p: p-value of the opposite.
+        words: the estimate with its interval.
+    """
+
+    way: str
+    p: float
+    words: str
+
+
+def times(factor: float, weighted: Weighted) -> Weighted:
+    """Return the same sum times a factor."""
+    return [(row, factor * weight) for row, weight in weighted]
+
+
+def combined(factors: Sequence[tuple[float, Replicates]]) -> Replicates:
+    """Return a weighted sum of quantities, seed by seed; of the seeds that all of them have."""
+    return [
+        [
+            weighted
+            for (factor, _), part in zip(factors, parts, strict=True)
+            for weighted in times(factor, part)
+        ]
+        for parts in zip(*(replicates for _, replicates in factors), strict=False)
+    ]
+
+
+def mean_of(parts: Sequence[Replicates]) -> Replicates:
+    """Return the mean of some quantities, seed by seed."""
+    return combined([(1 / len(parts), part) for part in parts])
+
+
+def directed(measure: Measure, replicates: Replicates) -> Finding:
+    """Test a quantity against 0, two-sided."""
+    estimate = measure.estimate(replicates)
+    way = "higher" if estimate.value > 0 else "lower"
+    return Finding(way, estimate.p_value(), measure.estimated(estimate))
+
+
+def bounded(
+    measure: Measure, change: Replicates, margin: Replicates, *, two_sided: bool
+) -> Finding:
+    """Test that a change is within a margin, or beyond it, whichever way the data point.
+
+    Within: two one-sided tests (Schuirmann 1987), or the upper one alone. Beyond: above 0 and above
+    the margin, where the data chose the sign with p-values of both sides. The largest p-value
+    decides without a further correction (Berger 1982, intersection-union test).
+    """
+    estimate, bound = measure.estimate(change), measure.estimate(margin)
+    words = f"{measure.estimated(estimate)}, margin {measure.estimated(bound)}"
+    sign = -1.0 if two_sided and estimate.value < 0 else 1.0
+
+    def p_above(*terms: tuple[float, Replicates]) -> float:
+        contrast = measure.estimate(combined(terms))
+        half = contrast.p_value() / 2
+        return half if contrast.value > 0 else 1 - half
+
+    if sign * estimate.value <= bound.value:
+        sides = (-1.0, 1.0) if two_sided else (-1.0,)
+        return Finding("within", max(p_above((1, margin), (side, change)) for side in sides), words)
+    one_sided = max(p_above((sign, change)), p_above((sign, change), (-1, margin)))
+    return Finding("beyond", min(1.0, (2 if two_sided else 1) * one_sided), words)
+
+
+def conclude(
+    measure: Measure,
+    whole: tuple[Finding, Estimate],
+    parts: Mapping[str, Finding],
+    claimed: str,
+    beside: str = "",
+    unit: str = "",
+) -> Verdict:
+    """Return the verdict on a claim that the whole is `claimed`; `beside` is said with it."""
+    finding, estimate = whole
+    adjusted = dict(zip(parts, holm([part.p for part in parts.values()]), strict=True))
+    others = sorted(
+        (label for label, part in parts.items() if part.way != finding.way),
+        key=adjusted.__getitem__,
+    )
+    outcome: Outcome = "supported" if finding.way == claimed else "contradicted"
+    if finding.p > ALPHA or any(adjusted[label] <= ALPHA for label in others):
+        outcome = "not decided"
+    each = [
+        f"{label}: {part.way}, {part.words}, Holm p {adjusted[label]:.2g}"
+        for label, part in parts.items()
+    ]
+    mean = f"{finding.words}{unit}"
+    words = "; ".join([f"mean {mean}, p {finding.p:.2g}", *each, beside, measure.sources(estimate)])
+    return Verdict(
+        outcome,
+        words.replace("; ; ", "; "),
+        f"{measure.effect(estimate)}{unit}",
+        finding.p,
+        f"{len(parts) - len(others)} of {len(parts)} {finding.way}",
+        f"{others[0]}: {parts[others[0]].way}, {parts[others[0]].words}" if others else "",
+        estimate.holds_seeds,
+    )
+
+
+def conclude_within(
+    measure: Measure,
+    changes: Mapping[str, Replicates],
+    margins: Mapping[str, Replicates],
+    *,
+    two_sided: bool,
+    beside: str,
+) -> Verdict:
+    """Return the verdict on a mean change against its mean margin, and group by group beside it."""
+    parts = {
+        label: bounded(measure, changes[label], margins[label], two_sided=two_sided)
+        for label in changes
+    }
+    whole = mean_of(list(changes.values()))
+    finding = bounded(measure, whole, mean_of(list(margins.values())), two_sided=two_sided)
+    return conclude(measure, (finding, measure.estimate(whole)), parts, "within", beside)
+
+
+def all_directed(
+    measure: Measure,
+    parts: Mapping[str, Replicates],
+    claimed: str,
+    whole: Replicates | None = None,
+    beside: str = "",
+    unit: str = "",
+) -> Verdict:
+    """Judge quantities that are claimed to be 'higher' or 'lower' than 0; their mean, or `whole`.
+
+    `unit` follows the effect in words.
+    """
+    whole = whole or mean_of(list(parts.values()))
+    findings = {label: directed(measure, part) for label, part in parts.items()}
+    return conclude(
+        measure,
+        (directed(measure, whole), measure.estimate(whole)),
+        findings,
+        claimed,
+        beside,
+        unit,
+    )

@@ -1,0 +1,132 @@
+"""All claims with their verdicts, as a table for the report and as text."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from base.statistics import INTERVAL_LEVEL, holm
+from study.claims.verdict import ALPHA, Claim, Evidence, Verdict, in_words
+from study.content import contents, loaded
+from study.definition import Study
+from study.results.paired import Paired
+from study.results.summary import enumeration
+from study.results.table import Row
+
+NOTE = (
+    "Each claim is judged by one primary measure, in a table by its first line: KL divergence (nats"
+    " per token) at the fewest bits where the claim is on the error. A claim is decided where its"
+    f" effect, over all runs, has p < {ALPHA:.2g} after Holm's correction over the claims with a"
+    " p-value, and no run is significantly the other way after Holm's correction over the runs."
+    " Other measures are secondary: their p-values are not corrected for other claims or measures."
+    f" Intervals are {INTERVAL_LEVEL:.0%}, not corrected, and hold documents, calibration draws and"
+    " seeds. Runs that differ in their seed alone count as one. * no replicates by seed: of these"
+    " trainings only, so a claim holds or fails in these runs, and is neither supported nor"
+    " contradicted. The claims are in our words."
+)
+WIDTH = 110
+EFFECT = f"effect [{INTERVAL_LEVEL:.0%} interval], nats"
+HEAD = ("claim", "verdict", EFFECT, "Holm p", "runs")
+Judgements = list[tuple[Claim, list[Verdict]]]
+
+
+class Line(NamedTuple):
+    """A claim in the table.
+
+    Attributes:
+        p: by Holm's correction over the claims, in words; empty where nothing is tested.
+        runs: how many go the way of the effect, in words.
+        against: the strongest observation the other way, in words; empty where there is none.
+        details: the verdict by every measure, the primary one first.
+    """
+
+    claim: Claim
+    outcome: str
+    effect: str
+    p: str
+    runs: str
+    against: str
+    details: list[Verdict]
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells below `HEAD`."""
+        return self.claim.sentence, self.words, self.effect, self.p, self.runs
+
+    @property
+    def words(self) -> str:
+        """The verdict as it is shown."""
+        return in_words(self.outcome, holds_seeds=self.details[0].holds_seeds)
+
+
+def judge_all(study_: Study, rows: Sequence[Row], paired: Paired) -> Judgements:
+    """Return every claim with its verdicts, each by its own p-value."""
+    evidence = Evidence(study_, rows, paired)
+    judged = []
+    claims: list[Claim] = loaded("claims")
+    for claim in claims:
+        verdicts = claim.judge(evidence)
+        if not verdicts:
+            verdicts = [Verdict("not tested", "the study has no such data")]
+        if {verdict.outcome for verdict in verdicts} == {"not tested"}:
+            reasons = dict.fromkeys(verdict.statistic for verdict in verdicts)
+            verdicts = [Verdict("not tested", f"{'; '.join(reasons)}. Needed: {claim.needs}")]
+        judged.append((claim, verdicts))
+    return judged
+
+
+def claims_table(judged: Judgements) -> list[Line]:
+    """Return a line for every claim, by its primary measure and with Holm's correction over them.
+
+    The family are all claims with a p-value: those that it leaves undecided, too.
+    """
+    primary = {claim.name: verdicts[0] for claim, verdicts in judged}
+    p_values = {name: verdict.p for name, verdict in primary.items() if verdict.p is not None}
+    adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    return [_line(claim, verdicts, adjusted.get(claim.name)) for claim, verdicts in judged]
+
+
+def _line(claim: Claim, verdicts: list[Verdict], p_adjusted: float | None) -> Line:
+    primary = verdicts[0]
+    if p_adjusted is None:
+        outcome, p = primary.outcome, ""
+    else:
+        outcome = primary.outcome if p_adjusted <= ALPHA else "not decided"
+        p = f"{p_adjusted:.2g}" + ("" if primary.holds_seeds else "*")
+    return Line(claim, outcome, primary.effect, p, primary.runs, _against(verdicts), verdicts)
+
+
+def _against(verdicts: list[Verdict]) -> str:
+    """Return a run the other way than the primary effect, or else a measure."""
+    primary, *others = verdicts
+    if primary.against or primary.p is None:
+        return primary.against
+    reverse = {"supported": "contradicted", "contradicted": "supported"}.get(primary.outcome)
+    opposed = [verdict for verdict in others if verdict.outcome == reverse]
+    return f"{opposed[0].measure}: {opposed[0].effect}" if opposed else ""
+
+
+def claims_text(study_: Study, judged: Judgements) -> str:
+    """Return the table of the tested claims as plain text, and what speaks against them."""
+    lines, papers = claims_table(judged), enumeration([each.paper for each in contents()])
+    tested = [line for line in lines if line.outcome != "not tested"]
+    untested = [line.claim.name for line in lines if line.outcome == "not tested"]
+    cells = [HEAD, *(line.cells for line in tested)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD))]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    if untested:
+        table += textwrap.wrap(f"Not tested, for lack of data: {', '.join(untested)}", WIDTH)
+    against = [
+        textwrap.shorten(f"  {line.claim.name}: {line.against}", WIDTH, placeholder=" ...")
+        for line in tested
+        if line.against
+    ]
+    return "\n".join(
+        [
+            f"Claims of {papers}, by the data of {study_.name}",
+            "",
+            *table,
+            *(["", "What speaks against the effect:", *against] if against else []),
+            "",
+            *textwrap.wrap(NOTE, WIDTH),
+        ]
+    )

@@ -1,0 +1,93 @@
+"""A recipe's study with something changed: settings of it and of its runs, or the text."""
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from base.errors import UserError
+from base.frozen import fingerprint
+from base.names import dotted_keys
+from base.reading import as_model
+from base.settings import change, check_path, name_part, path_of
+from study.definition import Study, load_study
+from study.recipes.parts import places_of_runs
+from study.text.own import TextOptions, TextSource, source_of, text_of
+from study.text_kinds import OwnText, TokenFiles
+from train.run.config import RunConfig, with_settings
+
+# What the recipe alone decides, of the study and of its runs; the text is that of `--text`.
+OF_RECIPE, OF_RUNS = {"name", "settings", "runs", "text"}, {"name", "factors", "branch_from"}
+
+
+def with_study_settings(study: Study, settings: tuple[str, ...]) -> Study:
+    """Return the study with PATH=VALUE settings; its name says them.
+
+    A path is of run.json, then every run that has the field is changed, or else of the study. What
+    a run is trained with keeps the last word of its path in the name, as in run.json.
+    """
+    of_run = {run.name: _paths(run, OF_RUNS) for run in study.trained}
+    paths = list(dict.fromkeys(chain(*of_run.values(), _paths(study, OF_RECIPE))))
+    content, name = study.model_dump(mode="json"), study.name
+    for setting in settings:
+        check_path(setting, paths)
+        path, _, value = setting.partition("=")
+        if path.partition(".")[0] in RunConfig.model_fields:
+            name += name_part(path.rpartition(".")[2], value)
+        else:
+            change(content, setting)
+            name += name_part(path, value)
+
+    def change_run(run: RunConfig) -> RunConfig:
+        return with_settings(run, [each for each in settings if path_of(each) in of_run[run.name]])
+
+    content |= {"name": name, "settings": settings, "runs": _changed_runs(study, change_run)}
+    changed = as_model(Study, content, "--set")
+    unused = [each for each in settings if path_of(each).partition(".")[0] in ("step", "slice")]
+    if unused and not changed.quantization.by_block:
+        raise UserError(
+            f"--set {unused[0]}: {changed.name} measures nothing by block; give"
+            " quantization.by_block, too"
+        )
+    return changed
+
+
+def _paths(value: Study | RunConfig, without: set[str]) -> list[str]:
+    return list(dotted_keys(value.model_dump(mode="json", exclude=without)))
+
+
+def _changed_runs(study: Study, change: Callable[[RunConfig], RunConfig]) -> list[dict[str, Any]]:
+    """Return the runs of a study, every one changed; a branch names its changed parent."""
+    changed: dict[str, RunConfig] = {}
+    for run in study.trained:
+        branch_from = run.branch_from
+        if branch_from:
+            parent = changed[study.parent_of(run).name]
+            branch_from = branch_from.model_copy(update={"fingerprint": fingerprint(parent)})
+        changed[run.name] = change(run).model_copy(
+            update={"name": run.name, "branch_from": branch_from}
+        )
+    return [changed.get(run.name, run).model_dump(mode="json") for run in study.runs]
+
+
+def on_text(study: Study, options: TextOptions, root: Path) -> Study:
+    """Return the study on another text, which its name says."""
+    source = source_of(options)
+    name = study.name + source.suffix
+    text = _recorded(root / name, source) or text_of(study, source)
+    places = places_of_runs(text)
+
+    def change_run(run: RunConfig) -> RunConfig:
+        return run.model_copy(update={"data": run.data.model_copy(update=places)})
+
+    content: dict[str, Any] = {"name": name, "text": text.model_dump(mode="json")}
+    content["runs"] = _changed_runs(study, change_run)
+    return as_model(Study, study.model_dump(mode="json") | content, "--text")
+
+
+def _recorded(directory: Path, source: TextSource) -> OwnText | TokenFiles | None:
+    """Return the text of the study that is there, if it was made of the same content."""
+    if not (directory / "study.json").is_file():
+        return None
+    text = load_study(directory).text
+    return text if isinstance(text, OwnText | TokenFiles) and text.sha256 == source.sha256 else None

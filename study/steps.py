@@ -1,0 +1,187 @@
+"""A study as steps: commands, each with what it reads and the files it leaves.
+
+Measuring is cut as fine as it can be: a step is one model and, of quantization, one spec. Steps
+that differ in that alone may share a process (`study.step.batches`), as many as suits the
+machine: what counts as done does not change. The steps of each kind of measurement are made in
+`study.measurements`.
+"""
+
+from pathlib import Path
+
+from base.frozen import fingerprint
+from study.axes import AnyRun
+from study.definition import KINDS, Study
+from study.measurements.kind import Subject, Text
+from study.paths import (
+    MIRROR_JSON,
+    REPORT,
+    MeasuredModel,
+    checkpoint_directory,
+    hf_directory,
+    model_record,
+)
+from study.released import ReleasedRun
+from study.step import Step, python
+from study.text.steps import prefix, record, text_steps, used
+from train.run.config import RunConfig
+from train.run.directory import CHECKPOINT_JSON, RunDirectory
+
+MEASURED = tuple(kind.name for kind, _ in KINDS)
+FINAL = ("collect", "report", "mirror")  # kinds of the last steps, whose work a refresh does before
+ONLINE = {"download", "prepare", *(kind.name for kind, _ in KINDS if kind.online)}
+MADE = ("download", "train", "average")  # besides the measurements read by `collect`
+MAKING = ("download", "export", "average")  # kinds of steps that make the models of a run
+
+
+def steps_of(study: Study) -> list[Step]:
+    """Return all steps of a study, each after the ones it depends on.
+
+    Training comes before measuring: it is wider.
+    """
+    steps = text_steps(study)
+    makers = {output: step.name for step in steps for output in step.outputs}
+    texts = {
+        use: Text(prefix(study, use), record(study, use), makers.get(record(study, use)))
+        for use in used(study)
+    }
+    roots_first = sorted(study.trained, key=lambda run: run.branch_from is not None)
+    steps += [_train_step(study, run, texts) for run in roots_first]
+    for run in study.runs:
+        steps += _run_steps(study, run, texts)
+    return [*steps, *_last_steps(study, steps)]
+
+
+def _checkpoint_json(run: RunConfig, model: MeasuredModel) -> str:
+    return str(checkpoint_directory(run.name, model) / CHECKPOINT_JSON)
+
+
+def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
+    read = (texts["train"], texts["held_out"])
+    after = tuple(text.made_by for text in read if text.made_by)
+    reads, first = tuple(text.record for text in read), 0
+    if run.branch_from:
+        parent, first = study.parent_of(run), run.branch_from.step
+        after = (*after, f"train-{parent.name}")
+        reads = (*reads, _checkpoint_json(parent, MeasuredModel(first)))
+    kept = [model for model in study.models_of(run) if not model.soup_of]
+    return Step(
+        f"train-{run.name}",
+        "train",
+        ("{launch}", "-m", "train", "run", f"{{study}}/{run.name}", "--device", "{device}"),
+        tuple(_checkpoint_json(run, model) for model in kept),
+        after,
+        reads,
+        run=run.name,
+        settings=fingerprint(run),
+        slots=study.ranks,
+        resumes=True,
+        expected_seconds=15 + (run.total_tokens - run.tokens_at(first)) / 25_000,
+    )
+
+
+def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
+    """Return the steps that make a run's models, then those that measure them, kind by kind."""
+    models = study.models_of(run)
+    making = {model: _making_step(run, model) for model in models}
+    # averages are made of exports
+    steps_by_kind = {
+        kind: [step for step in making.values() if step.kind == kind] for kind in MAKING
+    }
+    subjects: list[Subject] = []
+    before: Subject | None = None
+    for model in models:
+        subject = Subject(run.name, model, making[model], texts, before)
+        subjects.append(subject)
+        before = before if model.average else subject
+    measured = study.measured(run)
+    for kind, settings in study.measurements:
+        steps_by_kind[kind.name] = made = []
+        for subject in subjects:
+            if (kind, settings) in measured[subject.model]:
+                made += kind.steps(settings, subject, steps_by_kind)
+    return [step for steps in steps_by_kind.values() for step in steps]
+
+
+def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
+    """Return the step that makes a model's HF directory: a download, an export or an average."""
+    name = f"{run.name}-{hf_directory(run.name, model).name}"
+    outputs = (model_record(run.name, model),)
+    into = f"{{study}}/{RunDirectory(Path(run.name)).hf}"
+
+    # a released revision
+    if isinstance(run, ReleasedRun):
+        return Step(
+            f"download-{name}",
+            "download",
+            python("ckpt_tools", "download", run.source, into)
+            + (("--family", run.family) if run.family else ()),
+            outputs,
+            run=run.name,
+            models=("--revision", str(model.revision)),
+            resumes=True,
+        )
+
+    # a mean of exports
+    if model.soup_of:
+        members = [hf_directory(run.name, MeasuredModel(step)) for step in model.soup_of]
+        places = (hf_directory(run.name, model), *members)
+        return Step(
+            f"average-{name}",
+            "average",
+            python("ckpt_tools", "average", *(f"{{study}}/{directory}" for directory in places)),
+            outputs,
+            tuple(f"export-{run.name}-{member.name}" for member in members),
+            run=run.name,
+            resumes=True,
+        )
+
+    # a checkpoint, or an average that training kept
+    return Step(
+        f"export-{name}",
+        "export",
+        python("ckpt_tools", "export"),
+        outputs,
+        (f"train-{run.name}",),
+        (_checkpoint_json(run, model),),
+        run=run.name,
+        models=(f"{{study}}/{checkpoint_directory(run.name, model)}",),
+        tail=("--into", into),
+        resumes=True,
+        expected_seconds=1.5,
+    )
+
+
+def refresh_command(study: Study) -> tuple[str, ...]:
+    """Return the command of the live view."""
+    return python("study", "refresh", study.name, "--root", "{root}")
+
+
+def _last_steps(study: Study, steps: list[Step]) -> list[Step]:
+    """Return table, report and MLflow, which any change of the study makes anew.
+
+    They are made of what there is: of a run that diverged some checkpoints never come.
+    """
+    tabled = {kind.name for kind, settings in study.measurements if kind.columns(settings)}
+
+    def of_kinds(*kinds: str) -> tuple[str, ...]:
+        return tuple(step.name for step in steps if step.kind in kinds)
+
+    def last(kind: str, output: str, after: tuple[str, ...], seconds: float) -> Step:
+        command = python("study", kind, study.name, "--root", "{root}")
+        settings = fingerprint(study)
+        return Step(
+            kind,
+            kind,
+            command,
+            (output,),
+            after,
+            settings=settings,
+            tolerant=True,
+            expected_seconds=seconds,
+        )
+
+    return [
+        last("collect", "table.parquet", of_kinds(*MADE, *tabled), 3.0),
+        last("report", REPORT, ("collect", *of_kinds(*MEASURED)), 10.0),
+        last("mirror", MIRROR_JSON, ("collect", "report"), 15.0),
+    ]

@@ -1,0 +1,241 @@
+"""The device of the checks, how large they are, and the inputs they make."""
+
+import multiprocessing
+import os
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from base.files import sha256_of, write_json
+from train.data.config import DataConfig
+from train.data.corpus import commit_corpus, join_pieces
+from train.data.manifest import Manifest
+from train.model.config import ModelConfig, hf_settings
+from train.model.presets import OLMO2_1B, OLMO2_190M
+from train.optimizers.adamw import AdamW
+from train.run.config import RunConfig, dump_run
+from train.run.directory import RunDirectory
+from train.run.optimization import ConstantPhase, ScheduleConfig
+from train.run.saving import SavingConfig
+
+# Processes forked from one that has imported what takes seconds, and that has not asked CUDA for
+# anything. There is one fork server in a process; whoever starts checks decides what it imports:
+# `tests.gpu.__main__`, and their rehearsal on the CPU.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+FORKS = multiprocessing.get_context("forkserver")
+
+
+def small_model(hidden: int, layers: int, vocabulary: int) -> ModelConfig:
+    """An OLMo2 with heads of 64, and an MLP of three times its width."""
+    return ModelConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(2, hidden // 64),
+        num_key_value_heads=max(2, hidden // 64),
+    )
+
+
+@dataclass(frozen=True)
+class CheckSizes:
+    """Sizes of the checks.
+
+    Attributes:
+        compared: the model that a CPU runs too, its tokens per sequence and its training steps.
+        timed: models whose training step and Hessian product are timed, and sequences of a
+            microbatch, by name.
+        timed_length: tokens of their sequences.
+        timed_micro: microbatches of a timed step.
+        saved: the model whose saves are timed, its tokens per sequence, and steps between saves,
+            more than are trained while one is written.
+        block: the model whose blocks are quantized against the clock, two of them.
+        calibration: its sequences and their tokens.
+        megabytes: of a message between ranks.
+    """
+
+    compared: ModelConfig
+    compared_length: int
+    compared_steps: int
+    timed: dict[str, tuple[ModelConfig, int]]
+    timed_length: int
+    timed_micro: int
+    saved: ModelConfig
+    saved_length: int
+    steps_between_saves: int
+    block: ModelConfig
+    calibration: tuple[int, int]
+    megabytes: int
+
+
+FULL = CheckSizes(
+    compared=small_model(256, 4, 4096),
+    compared_length=256,
+    compared_steps=12,
+    timed={"190M": (OLMO2_190M, 4), "1B": (OLMO2_1B, 2)},
+    timed_length=4096,
+    timed_micro=4,
+    saved=OLMO2_190M.model_copy(update={"vocab_size": 32_768}),
+    saved_length=1024,
+    steps_between_saves=60,
+    block=OLMO2_1B.model_copy(update={"vocab_size": 4096, "num_hidden_layers": 2}),
+    calibration=(128, 2048),
+    megabytes=1024,
+)
+IN_SMALL = CheckSizes(
+    compared=small_model(32, 2, 320),
+    compared_length=32,
+    compared_steps=4,
+    timed={"small": (small_model(32, 3, 320), 1)},
+    timed_length=32,
+    timed_micro=2,
+    saved=small_model(32, 2, 320),
+    saved_length=32,
+    steps_between_saves=2,
+    block=small_model(64, 2, 320),
+    calibration=(6, 64),
+    megabytes=1,
+)
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """A device, the sizes of the checks on it, and room for their files.
+
+    Attributes:
+        device: "cuda", or "cpu" for a rehearsal.
+        sizes: of the checks.
+        work: a directory that is thrown away.
+    """
+
+    device: str
+    sizes: CheckSizes
+    work: Path
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The one that is measured."""
+        return torch.device(self.device, 0) if self.device == "cuda" else torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Waits for the GPU."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_memory(self) -> float | None:
+        """Bytes allocated at most since the process began; None on a CPU."""
+        return float(torch.cuda.max_memory_allocated()) if self.device == "cuda" else None
+
+
+def token_file(prefix: Path, vocabulary: int, *, tokens: int, seed: int) -> Path:
+    """Random tokens in documents of 500, with the manifest that training asks for; its tokenizer
+    is an empty one.
+    """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer = prefix.parent / "tokenizer.json"
+    tokenizer.write_text("{}")
+    drawn = np.random.default_rng(seed).integers(1, vocabulary, size=tokens, dtype=np.int32)
+    drawn[499::500] = 0  # ends a document
+    drawn[-1] = 0
+    lengths = np.diff(np.flatnonzero(drawn == 0), prepend=-1)
+    aside = prefix.parent / f"{prefix.name}.aside"
+    aside.mkdir()
+    piece = prefix.parent / f"{prefix.name}.piece"
+    drawn.tofile(piece)
+    files = join_pieces([(piece, lengths)], aside, np.dtype(np.int32))
+    manifest = Manifest(
+        vocab_size=vocabulary,
+        eos_token_id=0,
+        max_token_id=int(drawn.max()),
+        documents=len(lengths),
+        tokens=tokens,
+        tokenizer_sha256=sha256_of(tokenizer),
+        bin=files["bin"],
+        idx=files["idx"],
+        sources={},
+    )
+    commit_corpus(prefix, aside, manifest)
+    return prefix
+
+
+def make_run(
+    directory: Path, model: ModelConfig, length: int, *, steps: int, **changes: Any
+) -> RunConfig:
+    """Writes run.json of a run in fp32 that saves in the middle and at the end, on random text
+    beside it.
+    """
+    text = directory.parent / f"text-{model.vocab_size}"
+    if not text.exists():
+        token_file(text / "train", model.vocab_size, tokens=length * 8 * (steps + 2), seed=1)
+        token_file(text / "held_out", model.vocab_size, tokens=length * 8, seed=2)
+    settings: dict[str, Any] = {
+        "name": directory.name,
+        "seed": 7,
+        "precision": "fp32",
+        "model": model,
+        "data": DataConfig(
+            train=str(text / "train"),
+            held_out=str(text / "held_out"),
+            tokenizer=str(text),
+            sequence_length=length,
+            held_out_sequences=4,
+        ),
+        "optimizer": AdamW(peak_lr=1e-3),
+        "schedule": ScheduleConfig(warmup_tokens=0, phase=ConstantPhase()),
+        "total_steps": steps,
+        "batch_size": 8,
+        "micro_batch_size": 4,
+        "save_steps": (steps // 2, steps),
+        "evaluate_every_steps": steps,
+        "saving": SavingConfig(asynchronous=True),
+    }
+    run = RunConfig(**(settings | changes))
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(RunDirectory(directory).run_json, dump_run(run))
+    return run
+
+
+def train(directory: Path, device: str, *options: str) -> None:
+    """`python -m train run` in a process of its own, which sees a GPU or sees none."""
+    errors = directory / "errors.log"
+    child = FORKS.Process(target=_train, args=(directory, device, errors, options))
+    child.start()
+    child.join()
+    if child.exitcode:
+        raise RuntimeError(
+            f"train run {directory}, exit code {child.exitcode}: {errors.read_text()[-2000:]}"
+        )
+
+
+def _train(directory: Path, device: str, errors: Path, options: tuple[str, ...]) -> None:
+    if device != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.argv = ["train", "run", str(directory), *options]
+    runpy.run_module("train", run_name="__main__", alter_sys=True)
+
+
+def hf_model(directory: Path, model: ModelConfig, length: int) -> Path:
+    """Random weights, norms included, as an HF directory."""
+    config = AutoConfig.for_model(model.family, **hf_settings(model, length, 0))
+    torch.manual_seed(0)
+    network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+    network.save_pretrained(directory)
+    return directory
+
+
+def random_tokens(sequences: int, length: int, vocabulary: int) -> torch.Tensor:
+    """Int64 [sequences, length]; the same every time."""
+    return torch.randint(
+        1, vocabulary, (sequences, length), generator=torch.Generator().manual_seed(3)
+    )

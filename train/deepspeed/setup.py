@@ -1,0 +1,68 @@
+"""DeepSpeed's configuration of a run, and the settings of the process that it needs.
+
+Without these it compiles, prints and searches at import.
+"""
+
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+
+from base.libraries.private_names import replace
+from train.run.config import RunConfig
+
+NEVER = 2**40  # steps
+BUCKET_ELEMENTS = 500_000_000  # reduced at once
+
+# Read by DeepSpeed at its import, which announces the accelerator it finds by itself.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated")
+
+
+def join(device: torch.device) -> None:
+    """Let DeepSpeed use torch's process group, which must exist, and this rank's device."""
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.runtime import bf16_optimizer
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its import sets another
+    # DeepSpeed takes the device with this number; train.distributed may have chosen another one
+    # than torchrun.
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if device.type == "cuda":
+        os.environ["LOCAL_RANK"] = str(device.index or 0)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling takes minutes
+    # It prints, whatever the level of the log.
+    replace(bf16_optimizer, "see_memory_usage", lambda *_arguments, **_settings: None)
+    deepspeed.init_distributed(dist_init_required=False)
+
+
+def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a run at this number of ranks.
+
+    Gradients are accumulated and reduced in fp32 at every precision. Stage 1 in bf16 reduces after
+    the backward pass, without the buckets.
+    """
+    return {
+        "train_batch_size": run.batch_size,
+        "train_micro_batch_size_per_gpu": run.micro_batch_size,
+        "gradient_accumulation_steps": run.batch_size // (run.micro_batch_size * data_parallel),
+        "gradient_clipping": run.optimizer.clip_grad_norm,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": run.precision == "bf16"},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": NEVER,
+        "zero_optimization": {
+            "stage": run.zero.stage,
+            "overlap_comm": True,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "round_robin_gradients": False,
+        },
+    }

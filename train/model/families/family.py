@@ -1,0 +1,160 @@
+"""The form of a row of the table of model families. Needs neither torch nor transformers.
+
+Every block here is attention and then an MLP, each with linears that read the same input, something
+in between, and one linear that writes to the residual stream. What differs is named by a few
+arrangements; code that computes with them matches on these, never on a family's name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from train.model.families.released import Trajectory
+
+Size = Literal["hidden", "wide", "key_value", "qkv"]  # qkv: of queries, keys and values together
+Initializer = Literal["truncated_normal", "normal"]
+
+NormKind = Literal["rms", "layer", "bare"]  # bare: a LayerNorm without parameters
+QueryKeyNorm = Literal["none", "heads", "whole"]  # head by head, or over all heads at once
+Residual = Literal["sequential", "configured"]  # configured: parallel where config.json says so
+Activation = Literal["swiglu", "xielu", "gelu"]
+
+HIDDEN_ACTS: dict[Activation, str] = {"swiglu": "silu", "xielu": "xielu", "gelu": "gelu"}
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class MegatronParameter:
+    """A parameter of megatron-core: the HF parameters in it, their fusion, and how it is split.
+
+    Attributes:
+        hf_names: within a layer, or whole outside the layers.
+        fusion: of its rows: interleaved by query group, or gate rows before up rows.
+        shard_axis: the axis that tensor parallelism splits; None: every rank holds the whole.
+    """
+
+    hf_names: tuple[str, ...]
+    fusion: Literal["none", "qkv", "gate_up"] = "none"
+    shard_axis: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Megatron:
+    """The parameters of a family in megatron-core, by name outside the layers and within one."""
+
+    outside: Mapping[str, MegatronParameter]
+    layer: Mapping[str, MegatronParameter]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainable:
+    """The parameters and the configuration of the models that runs train.
+
+    Attributes:
+        layer: shape of the weight of every module of a layer, in the order of the model.
+        biases: every one of them has a bias, of as many entries as its weight has rows.
+        grouped_queries: several query heads may share a key and a value head.
+        settings: fields of transformers' configuration that are the same for all models.
+        norm_eps: the field of it that holds `ModelConfig.norm_eps`.
+        states_head_dim: it has a field for the width of a head.
+        released: fields of `ModelConfig` that all released models share.
+        sizes: fields in which they differ, by name of the model.
+        megatron: None: the family is trained by DeepSpeed alone.
+    """
+
+    layer: Mapping[str, tuple[Size, ...]]
+    biases: bool = False
+    grouped_queries: bool = True
+    settings: Mapping[str, Any]
+    norm_eps: str = "rms_norm_eps"
+    states_head_dim: bool = False
+    initializer: Initializer = "normal"
+    released: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    megatron: Megatron | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """An architecture: its modules' names as transformers has them, and their arrangement.
+
+    Attributes:
+        title: in words.
+        architecture: transformers' class of the model.
+        norms: "before" a part reads the residual stream, or "after" it and before it is added.
+        norm, query_key_norm, residual, activation: of a block.
+        rotates_parts: a share of each head may rotate, else whole heads do.
+        decoder, embedding, final_norm, head: of the model.
+        attention, attention_norm, reading, writing: the attention of a block and its linears.
+        mlp, mlp_norm, mlp_reading, mlp_writing: the MLP of a block and its linears.
+        head_in_files: the head's name in files, where it stays as released.
+        older_keys: what versions of transformers before 5 call fields of `rope_parameters`.
+        legacy_buffers: pattern of constants of a layer that older versions wrote among weights.
+        training: None: released models are measured, and none is trained here.
+        released: trajectories of released models.
+    """
+
+    title: str
+    architecture: str
+
+    norms: Literal["before", "after"] = "before"
+    norm: NormKind = "rms"
+    query_key_norm: QueryKeyNorm = "none"
+    residual: Residual = "sequential"
+    activation: Activation = "swiglu"
+    rotates_parts: bool = False
+
+    decoder: str = "model"
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    head: str = "lm_head"
+    attention: str = "self_attn"
+    attention_norm: str = "input_layernorm"
+    reading: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    writing: str = "o_proj"
+    mlp: str = "mlp"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_reading: tuple[str, ...] = ("gate_proj", "up_proj")
+    mlp_writing: str = "down_proj"
+
+    head_in_files: str = "lm_head"
+    older_keys: Mapping[str, str] = NO_NAMES
+    legacy_buffers: str | None = None
+    training: Trainable | None = None
+    released: tuple[Trajectory, ...] = ()
+
+    @property
+    def centers(self) -> bool:
+        """Tell if the norms subtract the mean."""
+        return self.norm != "rms"
+
+    @property
+    def hidden_act(self) -> str:
+        """Return transformers' name of the activation."""
+        return HIDDEN_ACTS[self.activation]
+
+    @property
+    def embedding_weight(self) -> str:
+        """Return the HF name of the embedding's weight, which is looked up and not multiplied."""
+        return f"{self.decoder}.{self.embedding}.weight"
+
+    @property
+    def data_flow(self) -> tuple[tuple[str, ...], ...]:
+        """Return the modules of a block in the order in which they compute.
+
+        Modules of one place do not feed each other; a place may be empty. Both kinds of norms have
+        a place of their own, so that all families have as many.
+        """
+        attention_norm, mlp_norm = (self.attention_norm,), (self.mlp_norm,)
+        before = self.norms == "before"
+        return (
+            attention_norm if before else (),
+            self.reading,
+            () if self.query_key_norm == "none" else ("q_norm", "k_norm"),
+            (self.writing,),
+            mlp_norm if before else attention_norm,
+            self.mlp_reading,
+            (self.mlp_writing,),
+            () if before else mlp_norm,
+        )

@@ -1,0 +1,123 @@
+"""The settings and the interface that all optimizers have in common. Needs no torch to import."""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self, assert_never
+
+from pydantic import Field, model_validator
+
+from base.frozen import Frozen
+
+if TYPE_CHECKING:  # run.json is read before torch is imported: its errors come at once
+    import torch
+    from torch import Tensor
+
+
+class GroupStep(NamedTuple):
+    """One update of the parameters of a group."""
+
+    rate: float
+    decay: float  # weights are multiplied by 1 - rate x decay
+    number: int  # from 1
+
+
+class OptimizerConfig(Frozen, ABC):
+    """An optimizer; by default as Ai2 trained OLMo2: all but the token embedding is decayed."""
+
+    # fp32 tensors that are kept for every parameter, in its shape, by their key in checkpoints.
+    STATES: ClassVar[tuple[str, ...]]
+
+    peak_lr: float = Field(ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    decay: Literal["adamw", "adamc", "independent"] = Field(
+        default="adamw",
+        description=(
+            "a step at the learning rate r multiplies what is decayed, with W = weight_decay, by"
+            " 1 - r W (adamw, arXiv 1711.05101); 1 - r W r / peak_lr in hidden matrices, elsewhere"
+            " as adamw (adamc, arXiv 2506.02285); 1 - W r / peak_lr, whatever the peak"
+            " (independent, arXiv 2309.14322)"
+        ),
+    )
+    undecayed: tuple[str, ...] = Field(
+        default=("embed_tokens",),
+        description="parts of HF parameter names that are not decayed; plainLM: ['bias', 'norm']",
+    )
+    clip_grad_norm: float = Field(default=1.0, gt=0)
+    z_loss: float = Field(
+        default=1e-5, ge=0, description="times mean(logsumexp(logits)^2), added to the loss"
+    )
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """Return name and constants in words: 'AdamW, betas 0.9 and 0.95'."""
+
+    @abstractmethod
+    def update(
+        self,
+        weights: "list[Tensor]",
+        gradients: "list[Tensor]",
+        states: "dict[str, list[Tensor]]",
+        step: GroupStep,
+    ) -> None:
+        """Update weights and states in place.
+
+        Args:
+            weights: fp32, flat: this rank's parts of parameters.
+            gradients: of the same shapes, clipped.
+            states: for each of `STATES` tensors of the same shapes; zero before the first update.
+            step: rate, decay and number of this update.
+        """
+
+    def describe(self) -> str:
+        """Return the optimizer in words: 'AdamW, betas 0.9 and 0.95, weight decay 0.1 (adamw)'."""
+        return f"{self.title}, weight decay {self.weight_decay:g} ({self.decay})"
+
+    def decays(self, hf_name: str) -> bool:
+        """Return whether weight decay applies to a parameter, by its HF name."""
+        return not any(part in hf_name for part in self.undecayed)
+
+    def decay_at(self, rate: float, *, hidden: bool) -> float:
+        """Return the weight decay at a learning rate, in a hidden matrix or elsewhere.
+
+        Defazio's hidden matrices, the normalised layers, are "every linear layer ... excluding the
+        output layer".
+
+        A step multiplies weights by 1 - rate x decay.
+
+        Example:
+            >>> from train.optimizers.adamw import AdamW
+            >>> optimizer = AdamW(peak_lr=1e-3, weight_decay=0.1, decay="adamc")
+            >>> optimizer.decay_at(5e-4, hidden=True), optimizer.decay_at(5e-4, hidden=False)
+            (0.05, 0.1)
+        """
+        match self.decay:
+            case "adamw":
+                return self.weight_decay
+            case "adamc":
+                decay = self.weight_decay
+                return decay * rate / self.peak_lr if hidden else decay
+            case "independent":
+                return self.weight_decay / self.peak_lr
+            case _:
+                assert_never(self.decay)
+
+    @model_validator(mode="after")
+    def _peak_to_divide_by(self) -> Self:
+        if self.decay != "adamw" and self.peak_lr == 0:
+            raise ValueError(f"decay {self.decay} divides by peak_lr; set a peak_lr above 0")
+        return self
+
+
+class MatrixOptimizer(OptimizerConfig):
+    """An optimizer that updates every hidden matrix as a whole, and the rest by `update`."""
+
+    @abstractmethod
+    def accumulate(self, gradient: "Tensor", states: "dict[str, Tensor]") -> "Tensor":
+        """Update the states of a part of a matrix in place; return what `direction` takes of it."""
+
+    @abstractmethod
+    def direction(self, matrix: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """Return the direction, times the learning rate subtracted from a whole HF matrix [O, I].
+
+        Products of matrices are computed in `dtype`.
+        """
