@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from quant_eval.quantizer import QuantSpec
 from quant_eval.quantizers.bitsandbytes import NF4, Int8
 from quant_eval.quantizers.gptq import GPTQ
+from quant_eval.quantizers.hqq import HQQ
 from quant_eval.quantizers.libraries import AWQ, GPTAQ, AutoRound, GPTQModel
 from quant_eval.quantizers.mixed import QUIK, Atom
 from quant_eval.quantizers.qtip import QTIP
@@ -22,6 +23,7 @@ QUANTIZERS: tuple[type[QuantSpec], ...] = (
     Atom,
     QUIK,
     QTIP,
+    HQQ,
     GPTQModel,
     GPTAQ,
     AWQ,
