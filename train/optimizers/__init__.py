@@ -22,6 +22,7 @@ from typing import Annotated
 from pydantic import Field
 
 from train.optimizers.adamw import AdamW
+from train.optimizers.lion import Lion
 from train.optimizers.muon import Muon
 
-AnyOptimizer = Annotated[AdamW | Muon, Field(discriminator="matrices")]
+AnyOptimizer = Annotated[AdamW | Muon | Lion, Field(discriminator="matrices")]
