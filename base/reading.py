@@ -54,11 +54,6 @@ def read_regular(path: Path) -> bytes:
 def parse_json(text: bytes | str, source: object, next_action: str = RESTORE) -> Any:
     """Return the value of JSON text, in UTF-8 with or without a byte-order mark.
 
-    Args:
-        text: the JSON.
-        source: names it in errors.
-        next_action: ends their lines.
-
     Raises:
         NotJsonError: it is not JSON, or not UTF-8.
         UserError: it is nested too deeply, gives a name twice, or holds a number that is not finite

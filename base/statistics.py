@@ -50,9 +50,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     sequentially rejective multiple test procedure"; it holds whatever the dependence, and pairs
     that share a result depend.
 
-    Args:
-        p_values: of all tests that are read together, in any order.
-
     Returns:
         Adjusted p-values in the order given.
 

@@ -245,15 +245,7 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True)
 class AveragingInput:
-    """A model to average.
-
-    Attributes:
-        path: its HF directory, without symbolic links.
-        weights: by HF name.
-        dtype: of all weights, by its name in `DTYPES`.
-        files: size and hash of the files that hold them.
-        facts: those of `Facts` that are known.
-    """
+    """A model to average."""
 
     path: Path
     weights: HFWeights
@@ -342,14 +334,6 @@ class AveragedWeights:
     models and u = 2^-24 the error before the last rounding is at most (n + 2) u sum_i |f_i theta_i|
     / sum_i f_i to first order (Higham, Accuracy and Stability, section 4.2); factors of 1 multiply
     exactly. An instance is a `ckpt_tools.formats.weights.Weights`.
-
-    Args:
-        models: of one architecture, by their directory, oldest first.
-        factors: f_i, with a positive sum.
-        dtype: of the result.
-
-    Attributes:
-        tensors: shape and type of every tensor, in the order of the last model.
 
     Raises:
         UserError: in `read`, if a number of the result is not finite.

@@ -67,9 +67,7 @@ def import_checkpoint(source: str, out: Path) -> None:
     unchanged; and in checkpoint.json the hashes of all its sources, with the step and tokens of a
     lineage or of the revision's name, else 0.
 
-    Args:
-        source: HF directory, or OWNER/NAME@REVISION of the hub.
-        out: a new directory; if it already is this import, nothing is done.
+    If `out` already is this import, nothing is done.
 
     Raises:
         UserError: the source is damaged, or of an architecture, configuration or type that runs do

@@ -23,9 +23,8 @@ FACTS = (  # of a checkpoint's record, a lineage or a download
 def inspect(paths: list[Path], *, check: bool = False) -> None:
     """Print what each directory is, and with `check` whether it is unchanged since it was written.
 
-    Args:
-        paths: checkpoints, HF directories, or runs, for all directories of a run.
-        check: hash files, and compare every module of an export with the engine's outputs.
+    A run stands for all of its directories. `check` hashes files, and compares every module of
+    an export with the engine's outputs.
 
     Raises:
         UserError: a path is nothing of that kind, or damaged; the first such path, after all others

@@ -26,7 +26,7 @@ from train.run.directory import PROBE_OUTPUTS
 # is the same arithmetic in another order. In bf16 they are 1.1e-2 with initial weights and 5e-3
 # after training: the engine rounds a dozen activations of a layer to 8 bits of mantissa, and
 # transformers in fp32 does not. The limit is nearly twice the larger. It would not show a rotary
-# embedding in bf16, which is one rounding more: `tests.train.test_rotary` does.
+# embedding in bf16, which is one rounding more: `tests.train.test_elementwise` does.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 # Outputs of attention, in all families.
 ATTENTION = tuple({f".{row.attention}.{row.writing}" for row in FAMILIES.values()})

@@ -77,13 +77,8 @@ def publish(run_dir: Path, out: Path, *, license: str = "other") -> list[Path]:
     Files are hashed before anything is written, and linked. Lineage, configurations and results are
     rewritten: no path or host of this machine is published.
 
-    Args:
-        run_dir: a run with exports.
-        out: a new directory, or one that this run was published in before.
-        license: identifier on the hub, for the cards.
-
-    Returns:
-        The directories, in the order of the trajectory.
+    `out` is new, or what this run was published in before; `license` is an identifier of the
+    hub.
 
     Raises:
         UserError: there are no exports, one of them is damaged, not of this run or without its

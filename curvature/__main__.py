@@ -235,23 +235,22 @@ def compare(
     Example: python -m curvature compare run/hf/step*/curvature/hutchinson --pairs successive
     """
     paths = compared_results(results)
-    from curvature import paired_traces
-    from curvature.trace.estimates import TRACE_UNIT
+    from curvature.trace import estimates
 
     contents = [read_result(path, Curvature) for path in paths]
     level = INTERVAL_LEVEL
-    comparisons = paired_traces.compare(contents, pairs_of(len(contents), pairs), level=level)
+    comparisons = estimates.compare(contents, pairs_of(len(contents), pairs), level=level)
     comparing.report(
         contents,
         comparisons,
         {
             "figure": "trace",
-            "unit": TRACE_UNIT,
+            "unit": estimates.TRACE_UNIT,
             "pairing": pairs,
             "level": level,
-            "method": paired_traces.METHOD,
+            "method": estimates.METHOD,
         },
-        paired_traces.NOTE,
+        estimates.NOTE,
         out,
         error=[each.difference.standard_error for each in comparisons],
         unpaired=[each.unpaired_standard_error for each in comparisons],

@@ -1,4 +1,7 @@
-"""Curvature of one model: from an HF directory and settings to the content of result.json."""
+"""Curvature of one model: from an HF directory and settings to the content of result.json.
+
+Traces are of fresh microbatches, eigenvalues and the spectral density of one fixed batch.
+"""
 
 import time
 from collections.abc import Iterator
@@ -8,14 +11,18 @@ from typing import Any
 
 import torch
 
+from base.progress import Progress
 from base.ranks import Ranks
 from curvature.cost.memory import check_room
-from curvature.settings import CurvatureSettings, HutchinsonSettings
-from curvature.spectrum.fixed_batch import measure_spectrum, measure_top
-from curvature.subject import open_model
+from curvature.products.parameters import Probe
+from curvature.settings import CurvatureSettings, HutchinsonSettings, LanczosSettings
+from curvature.spectrum.density import density
+from curvature.spectrum.lanczos import Product, Spectrum, lanczos
+from curvature.subject import CurvatureSubject, open_model
 from curvature.trace.estimates import TRACE_UNIT
 from curvature.trace.hutchinson import measure_traces
 
+START_PROBE = -1  # Lanczos starts from a probe that no pair uses
 UNITS = {
     "loss": "nats per token",
     "trace, block_traces, tensor_traces, norm_traces, gauss_newton_trace, fisher_trace": TRACE_UNIT,
@@ -58,7 +65,8 @@ def measure(
             measured = measure_traces(subject, settings)
         if settings.lambda_max:
             with _timed(seconds, "lambda_max"):
-                measured |= measure_top(subject, settings)
+                spectrum = _extreme(subject, settings, largest=1, smallest=0)
+                measured["lambda_max"] = _top(spectrum)
     else:
         with _timed(seconds, "spectrum"):
             measured = measure_spectrum(subject, settings)
@@ -71,3 +79,63 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - start
+
+
+def measure_spectrum(subject: CurvatureSubject, settings: LanczosSettings) -> dict[str, Any]:
+    """Return loss, density, and eigenvalues of both ends."""
+    parameters = subject.hessian.parameters
+    loss = subject.sharing.mean_loss(subject.model, subject.fixed(settings.fixed_sequences))
+    with Progress("density", total=settings.starts * settings.steps) as progress:
+        spread = density(
+            _product(subject, settings, progress),
+            (parameters.probe(Probe(settings.seed, index)) for index in range(settings.starts)),
+            parameters.inner,
+            num_parameters=parameters.size,
+            steps=settings.steps,
+        )
+
+    ends = {"largest": settings.largest, "smallest": settings.smallest}
+    spectrum = _extreme(subject, settings, **ends)
+
+    return {
+        "loss": loss,
+        "trace": spread.trace._asdict() | {"probes": settings.starts},
+        "density": {
+            "nodes": spread.nodes,
+            "weights": spread.weights,
+            "squared_norm": spread.squared_norm._asdict(),
+            "negative": spread.negative._asdict(),
+            "products": sum(map(len, spread.nodes)),
+        },
+        "lambda_max": _top(spectrum),
+        "eigenvalues": {end: [pair._asdict() for pair in getattr(spectrum, end)] for end in ends},
+    }
+
+
+def _extreme(
+    subject: CurvatureSubject,
+    settings: CurvatureSettings,
+    *,
+    largest: int,
+    smallest: int,
+) -> Spectrum:
+    parameters, total = subject.hessian.parameters, settings.max_iterations + largest + smallest
+    with Progress("eigenvalues, at most", total=total) as progress:
+        return lanczos(
+            _product(subject, settings, progress),
+            parameters.probe(Probe(settings.seed, START_PROBE)),
+            parameters.inner,
+            largest=largest,
+            smallest=smallest,
+            tolerance=settings.tolerance,
+            max_iterations=settings.max_iterations,
+        )
+
+
+def _product(subject: CurvatureSubject, settings: CurvatureSettings, progress: Progress) -> Product:
+    batches = subject.fixed(settings.fixed_sequences)
+    return subject.sharing.mean_product(subject.hessian, batches, progress.advance)
+
+
+def _top(spectrum: Spectrum) -> dict[str, Any]:
+    return spectrum.largest[0]._asdict() | {"iterations": spectrum.iterations}

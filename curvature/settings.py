@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from base.errors import UserError
 from base.frozen import Frozen
 
 Count = Annotated[int, Field(ge=1)]
@@ -146,3 +147,13 @@ class SliceSettings(PlaneSettings):
 
 
 CurvatureSettings = HutchinsonSettings | LanczosSettings
+
+
+def checked_length(context: int, sequence_length: int | None) -> int:
+    """Return the tokens of a sequence, by default the model's context; UserError beyond that."""
+    if sequence_length and sequence_length > context:
+        raise UserError(
+            f"--sequence-length {sequence_length} is beyond the model's context {context};"
+            " shorten it"
+        )
+    return sequence_length or context

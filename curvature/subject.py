@@ -1,5 +1,9 @@
 """The subject of a measurement: a model and a text, loaded, put on the ranks, and guarded.
 
+Sequences are a function of text and seed, the same for every model and any ranks. A model of empty
+tensors is put on its ranks first and filled after that, each rank reading its own rows of its own
+parameters: no process holds a whole model of which it needs a part.
+
 Shapes: B sequences, S positions of a sequence.
 """
 
@@ -8,36 +12,125 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from base.environment import environment
+from base.errors import UserError
 from base.gpus import NO_COMPILER, has_compiler
 from base.ranks import Ranks
-from ckpt_tools.formats.weights import DTYPES
+from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.formats.weights import DTYPES, read_whole
 from ckpt_tools.hf.configuration import read_config
+from ckpt_tools.hf.forward import check_shapes, empty_model, names_in_files
 from ckpt_tools.hf.model import identify
-from curvature.batches import Batches
 from curvature.cost.memory import check_loading
 from curvature.dual.blocks import curved_family
-from curvature.loading import WeightFiles
 from curvature.products.exact import DualHessian
 from curvature.products.guard import RELATIVE_CHANGE, check_product, difference_product
 from curvature.products.model import CurvedModel
-from curvature.products.parameters import Probe
+from curvature.products.parameters import Parameters, Probe, copy, local
 from curvature.products.sharing import Sharing
 from curvature.products.sketch import CountSketch
-from curvature.settings import ProductSettings
+from curvature.settings import ProductSettings, checked_length
+from train.data.batches import batch
+from train.data.corpus import check_vocabulary, open_corpus
+
+BYTES_AT_ONCE = 1 << 28  # of a file, in memory
+
+
+class Batches:
+    """Packed sequences of a token file in the order of a seed, none of which comes twice.
+
+    Raises:
+        UserError: the text is of another vocabulary or too short, or the sequences are too long for
+            the model.
+    """
+
+    def __init__(
+        self,
+        prefix: Path,
+        config: PretrainedConfig,
+        *,
+        sequence_length: int | None,
+        seed: int,
+        needed: int,
+    ) -> None:
+        self._corpus, self._seed = open_corpus(prefix, verify_hashes=True), seed
+        check_vocabulary(self._corpus, config.vocab_size)
+        self.sequence_length = length = checked_length(
+            config.max_position_embeddings, sequence_length
+        )
+        available = self._corpus.num_sequences(length)
+        if needed > available:
+            raise UserError(
+                f"{prefix} holds {available} sequences of {length} tokens, {needed} are needed;"
+                " give more text, or ask for fewer or shorter sequences"
+            )
+        self.described: dict[str, Any] = {
+            "prefix": str(prefix),
+            "bin_sha256": self._corpus.manifest.sha256,
+            "sequence_length": length,
+        }
+
+    def number(self, index: int, size: int) -> Tensor:
+        """Return batch `index` of the order, cut into batches of `size`, int64 [B, S + 1]."""
+        tokens_BS1 = batch(
+            self._corpus,
+            step=index + 1,
+            batch_size=size,
+            sequence_length=self.sequence_length,
+            seed=self._seed,
+        )
+        return torch.from_numpy(tokens_BS1)
+
+
+class WeightFiles:
+    """The weights of an HF directory, by the names of the model's parameters.
+
+    Raises:
+        UserError: keys or shapes are not those of config.json, or a file is damaged.
+    """
+
+    def __init__(self, hf_dir: Path, config: PretrainedConfig) -> None:
+        self._config, self._weights = config, HFWeights(hf_dir)
+        without_content = empty_model(config)
+        check_shapes(without_content, self._weights, hf_dir)
+        self._files = names_in_files(without_content)
+
+    @torch.no_grad()
+    def empty(self, device: torch.device) -> PreTrainedModel:
+        """Return the model in fp32 with its constants, and with parameters to be filled.
+
+        On a CPU these take no memory until something is written to them.
+        """
+        model = empty_model(self._config)
+        parameters: dict[Tensor, nn.Parameter] = {}  # one for both places of a tied parameter
+        for module in model.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                if weight not in parameters:
+                    parameters[weight] = nn.Parameter(torch.empty_like(weight, device=device))
+                module.register_parameter(name, parameters[weight])
+        for name, constant in model.named_buffers():
+            if name in self._files:
+                constant.copy_(read_whole(self._weights, self._files[name]).view_as(constant))
+        model.to(device)  # type: ignore[arg-type]
+        return model
+
+    @torch.no_grad()
+    def fill(self, parameters: Parameters) -> None:
+        """Read this rank's rows of every parameter."""
+        for name, weight in parameters.weights.items():
+            file, row = self._files[name], parameters.first_row(name)
+            rows_at_once = max(1, BYTES_AT_ONCE // self._weights.tensors[file].row_bytes)
+            rank_rows = local(weight.detach())
+            for rows in (rank_rows if rank_rows.dim() else rank_rows.view(1)).split(rows_at_once):
+                copy(rows, self._weights.read(file, row, row + len(rows)))
+                row += len(rows)
 
 
 class CurvatureSubject(NamedTuple):
-    """The model and the text of a measurement.
-
-    Attributes:
-        identity: the model, as results name it.
-        model: for its plain loss.
-        hessian: for products.
-        guard: differences of a product from finite differences.
-    """
+    """The model and the text of a measurement."""
 
     identity: dict[str, Any]
     settings: ProductSettings
@@ -59,10 +152,7 @@ class CurvatureSubject(NamedTuple):
     def result(
         self, measured: dict[str, Any], more: dict[str, Any], seconds: dict[str, float]
     ) -> dict[str, Any]:
-        """Return the content of result.json.
-
-        `more` is added to the settings.
-        """
+        """Return the content of result.json. `more` is added to the settings."""
         spec = self.settings.model_dump(mode="json") | {
             "route": "dual",
             "data": self.batches.described,

@@ -29,7 +29,7 @@ from dynamics.figures.quantization import MEASURES
 from quant_eval.estimate import ErrorSource, Estimate
 from study.definition import Study
 from study.figures.charts import DASHED, Chart, Quantity, Rows, columns_of, data, marks, panel
-from study.figures.figure import Drawn, drawn, pictures_of, write_rows
+from study.figures.figure import Drawn, drawn, write_figure, write_rows
 from study.figures.looks import SHAPES, Runs, looks_for
 from study.measurements.quantization import ERRORS
 from study.measurements.titles import spec_title
@@ -105,13 +105,7 @@ PARAMETERS, PER_PARAMETER = "N", "D/N"
 
 
 class SizePoint(NamedTuple):
-    """An error at a size and a budget.
-
-    Attributes:
-        parameters: N.
-        tokens: D.
-        error: above 0.
-    """
+    """An error, above 0, at a size of N parameters and a budget of D tokens."""
 
     parameters: float
     tokens: float
@@ -295,10 +289,7 @@ def write_comparison(studies: Mapping[Path, Study], out: Path) -> Iterator[str]:
 
     drawn = scaling(ends, laws, specs)
     if drawn:
-        write_rows(drawn.rows, out / "scaling.csv")
-        for kind, content in pictures_of(drawn.chart).items():
-            with replaced_file(out / f"scaling.{kind}") as aside:
-                aside.write_bytes(content)
+        write_figure(drawn, out / "scaling")
         yield str(out / "scaling.png")
 
 

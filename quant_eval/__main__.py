@@ -4,7 +4,7 @@ What brings torch is imported where it is needed: that takes seconds, too long f
 input, or a result that is there already.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,10 +80,7 @@ def run(
     ranks = start(settings.device)
     for hf_dir, specs_of_model, directories in todo:
         contents = measure(hf_dir, specs_of_model, directories, settings, ranks)
-        for directory, content in zip(directories, contents, strict=True):
-            if ranks.rank == 0:
-                write_result(directory, content)
-                _show(read_result(directory, Quantization), "measured")
+        _write(directories, contents, Quantization)
 
 
 @app.command()
@@ -113,11 +110,7 @@ def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
 
     loaded = load_tasks(settings)
     for hf_dir, specs_of_model, directories in todo:
-        contents = measure(hf_dir, specs_of_model, loaded, settings)
-        for directory, content in zip(directories, contents, strict=True):
-            if is_rank_zero():
-                write_result(directory, content)
-                _show(read_result(directory, Tasks), "measured")
+        _write(directories, measure(hf_dir, specs_of_model, loaded, settings), Tasks)
 
 
 @app.command()
@@ -226,6 +219,18 @@ def _pending(
         if pending:
             todo.append((hf_dir, pending, missing))
     return todo
+
+
+def _write(
+    directories: list[Path],
+    contents: Iterable[dict[str, Any]],
+    kind: type[Quantization] | type[Tasks],
+) -> None:
+    """Write and print each result as soon as it is measured, on the first rank."""
+    for directory, content in zip(directories, contents, strict=True):
+        if is_rank_zero():
+            write_result(directory, content)
+            _show(read_result(directory, kind), "measured")
 
 
 def _show(result: Result[Any], how: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Group:
+class LinearGroup:
     """Linears that read one input, as a quantizer is handed them; rows do not interact.
 
     Attributes:

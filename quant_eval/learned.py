@@ -53,10 +53,9 @@ from quant_eval.quantizer import GridSpec, QuantSpec
 from quant_eval.rotations import RotationName
 from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.transforms.hadamard import hadamard_steps
-from quant_eval.transforms.steps import Blocks, Diagonal, Kronecker, Step, Transform, compose
+from quant_eval.transforms.steps import Blocks, Diagonal, Kronecker, Transform, TransformStep
 from train.model.families import SITES
 
-Contexts = Sequence[Mapping[str, Any]]
 SAMPLE_SEQUENCES = 8  # of the calibration text
 BATCH_TOKENS = 4096  # at most, unless one sequence has more
 LARGEST_BLOCK = 128  # features that a learned rotation mixes, at most
@@ -71,7 +70,7 @@ class Scales(nn.Module):
         super().__init__()
         self.logarithms_I = nn.Parameter(torch.zeros(width, dtype=torch.float64))
 
-    def step(self) -> Step:
+    def step(self) -> TransformStep:
         """Return them with their gradient."""
         return Diagonal(self.logarithms_I.exp())
 
@@ -89,7 +88,7 @@ class Rotations(nn.Module):
         self.blocks_GKK = nn.Parameter(identity_KK.repeat(width // size, 1, 1))
         orthogonal(self, "blocks_GKK", orthogonal_map="cayley")
 
-    def step(self) -> Step:
+    def step(self) -> TransformStep:
         """Return them with their gradient."""
         return Blocks(self.blocks_GKK)
 
@@ -106,7 +105,7 @@ class Factors(nn.Module):
         self.left_AA = nn.Parameter(torch.zeros(left, left, dtype=torch.float64))
         self.right_BB = nn.Parameter(torch.zeros(right, right, dtype=torch.float64))
 
-    def step(self) -> Step:
+    def step(self) -> TransformStep:
         """Return the product with its gradient.
 
         The parameters are differences to the identity.
@@ -141,8 +140,8 @@ class Learnable(nn.Module):
     def transform(self) -> Transform:
         """Return T at the present values, with their gradient where gradients are kept."""
         before = [self.scales.step()] if self.scales else []
-        start = [step for step in self._start if isinstance(step, Step)]
-        return compose(*before, *start, self.mixing.step())
+        start = [step for step in self._start if isinstance(step, TransformStep)]
+        return Transform(*before, *start, self.mixing.step())
 
     def parts(self) -> list[LearnedPart]:
         """Return what is learned."""
@@ -270,7 +269,7 @@ def sample(inputs: Activations, width: int, dtype: torch.dtype, ranks: Ranks) ->
 def learn_transforms(
     block: Block,
     batches: Sequence[Tensor],
-    contexts: Contexts,
+    context: dict[str, Any],
     spec: QuantSpec,
     seed: int,
     ranks: Ranks = ALONE,
@@ -284,7 +283,7 @@ def learn_transforms(
     Args:
         block: in full precision; it stays as it is.
         batches: x [B, L, D], the same on every rank; see `sample`.
-        contexts: per batch, what the block needs besides.
+        context: what the block needs besides, for sequences of their length.
         spec: what is cast and how weights are rounded.
         seed: of the random signs at the start. Nothing else is random.
         ranks: all learn the same; the values of rank 0 are everyone's, since GPUs may differ.
@@ -301,7 +300,7 @@ def learn_transforms(
     }
     # attention's other kernels sum gradients in an order that changes from run to run on a GPU
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        trial = Trial(block, learnables, spec, batches, contexts)
+        trial = Trial(block, learnables, spec, batches, context)
         descend(nn.ModuleList(learnables.values()), trial, spec.iterations, ranks)
     with torch.no_grad():
         return {site: learnable.transform() for site, learnable in learnables.items()}
@@ -344,14 +343,11 @@ class Trial:
         learnables: Mapping[str, Learnable],
         spec: QuantSpec,
         batches: Sequence[Tensor],
-        contexts: Contexts,
+        context: dict[str, Any],
     ) -> None:
-        self.block, self._batches, self._contexts = block.copy(), batches, contexts
+        self.block, self._batches, self._context = block.copy(), batches, context
         with torch.no_grad():
-            self._targets = [
-                block(x_BLD, dict(context))
-                for x_BLD, context in zip(batches, contexts, strict=True)
-            ]
+            self._targets = [block(x_BLD, context) for x_BLD in batches]
         self._target_square = sum(float(target.float().square().sum()) for target in self._targets)
         self._groups = [
             _Group(self.block, linears, learnable, spec)
@@ -363,16 +359,16 @@ class Trial:
         for group in self._groups:
             group.begin()
         error = 0.0
-        for part in zip(self._batches, self._contexts, self._targets, strict=True):
-            error += self._error(*part)
+        for x_BLD, target_BLD in zip(self._batches, self._targets, strict=True):
+            error += self._error(x_BLD, target_BLD)
             for group in self._groups:
                 group.add_gradients()
         for group in self._groups:
             group.end()
         return error
 
-    def _error(self, x_BLD: Tensor, context: Mapping[str, Any], target_BLD: Tensor) -> float:
-        difference_BLD = self.block(x_BLD, dict(context)).float() - target_BLD.float()
+    def _error(self, x_BLD: Tensor, target_BLD: Tensor) -> float:
+        difference_BLD = self.block(x_BLD, self._context).float() - target_BLD.float()
         error = difference_BLD.square().sum() / self._target_square
         error.backward(retain_graph=True)  # all batches share the graph of the transforms
         return float(error.detach())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from base.hessian import product_dtype
 from base.ranks import ALONE
-from quant_eval.group import Group
+from quant_eval.group import LinearGroup
 from quant_eval.specs import parse_spec
 
 
@@ -32,5 +32,5 @@ def round_by_names(
     """
     products = product_dtype(weight_OI.dtype)
     ranks = ALONE._replace(device=weight_OI.device)
-    group = Group(linear, [len(weight_OI)], weight_OI, hessian_II, products, ranks)
+    group = LinearGroup(linear, [len(weight_OI)], weight_OI, hessian_II, products, ranks)
     return [parse_spec(name).round(group).dense_OI for name in names]

@@ -15,7 +15,7 @@ from base.errors import UserError
 from base.frozen import Frozen
 from quant_eval.formats import FORMATS, Format
 from quant_eval.grammar import Part, choice, number
-from quant_eval.group import Group, RoundedGroup
+from quant_eval.group import LinearGroup, RoundedGroup
 from quant_eval.rotations import LEARNING_STEPS, ROTATIONS, RotationName
 
 Order = Literal["natural", "actorder", "groupaware"]
@@ -189,7 +189,7 @@ class QuantSpec(Frozen):
     )
     iterations: Iterations = None
 
-    def round(self, group: Group) -> RoundedGroup:
+    def round(self, group: LinearGroup) -> RoundedGroup:
         """Return the group's weights after rounding.
 
         Every rank has to call it. UserError if the weights or the Hessian do not fit.

@@ -16,6 +16,7 @@ from train.model.families.family import Family
 DUQUANT_BLOCK = 128  # as in arXiv:2406.01721
 LARGEST = 256  # of the known Hadamard matrices
 TILE = 16  # rows and columns of QTIP, so that one sequence is 256 weights
+WITHOUT = "leave the rotation out"  # where no blocks fit
 Linears = Mapping[str, tuple[int, int]]  # outputs and inputs, by name
 
 
@@ -79,8 +80,15 @@ def check_rotation(spec: QuantSpec, model: Any) -> None:
         }
         check_hadamard(widths, None)
     elif rotation == "duquant":
+        common = math.gcd(*sites.values())
         for site, width in sites.items():
-            duquant_block(width, site, block)
+            size = duquant_block(width, block)
+            if width % size:
+                fitting = [divisor for divisor in range(2, size + 1) if common % divisor == 0]
+                advice = f"give a divisor, such as -duquant{fitting[-1]}" if fitting else WITHOUT
+                raise UserError(
+                    f"blocks of {size} do not divide the {width} inputs of {site}; {advice}"
+                )
     elif rotation in ("had", "rhad") or ROTATIONS[rotation].is_learned:  # learned from rhad on
         check_hadamard({f"inputs of {site}": width for site, width in sites.items()}, block)
 
@@ -93,19 +101,9 @@ def check_fused(family: Family, model_type: str) -> None:
         raise UserError(f"R1 cannot be fused on {model_type}: {reason}; give quarot")
 
 
-def duquant_block(width: int, site: str, block: int | None) -> int:
-    """Return the features that DuQuant rotates together; UserError unless they divide the inputs.
-
-    Inputs narrower than its block are one block.
-    """
-    size = block or min(DUQUANT_BLOCK, width)
-    if width % size:
-        largest = max(divisor for divisor in range(1, size + 1) if width % divisor == 0)
-        raise UserError(
-            f"blocks of {size} do not divide the {width} inputs of {site}; give a divisor, such as"
-            f" -duquant{largest}"
-        )
-    return size
+def duquant_block(width: int, block: int | None) -> int:
+    """Return the features that DuQuant rotates together; narrower inputs than 128 are one block."""
+    return block or min(DUQUANT_BLOCK, width)
 
 
 def check_hadamard(widths: Mapping[str, int], block: int | None) -> None:
@@ -122,7 +120,7 @@ def check_hadamard(widths: Mapping[str, int], block: int | None) -> None:
         common = math.gcd(*widths.values())
         sizes = [size for size in range(2, common + 1) if common % size == 0]
         known = [size for size in sizes if hadamard_factors(size)]
-        advice = f"give blocks, such as -had{known[-1]}" if known else "leave the rotation out"
+        advice = f"give blocks, such as -had{known[-1]}" if known else WITHOUT
         raise UserError(f"{problem}; {advice}")
 
 

@@ -118,12 +118,7 @@ def _option(command: str, owned: str) -> AfterValidator:
 
 
 def secret_in(name: str, value: object) -> str | None:
-    """Return what looks like a secret in a value of a site file, by its name alone.
-
-    Args:
-        name: of the variable or key.
-        value: its text.
-    """
+    """Return what looks like a secret in a value of a site file, by its name alone."""
     text = str(value)
     assigned = [name, *(match[1] for match in ASSIGNED.finditer(text))]
     for candidate in assigned:

@@ -119,8 +119,7 @@ def run(
     from study.machine.hardware import this_machine
     from study.machine.needs import Needs, write_run_configurations
     from study.pipeline.ledger import left_out_words
-    from study.pipeline.locks import locked
-    from study.pipeline.runner import Runner, StepError
+    from study.pipeline.runner import Runner, StepError, locked
     from study.steps import refresh_command, steps_of
     from study.text.steps import check_held_out, check_text
     from study.tracking.store import opening, tracking_uri

@@ -28,7 +28,7 @@ from study.measurements.tasks import TASKS, TasksSettings
 from study.paths import MeasuredModel, last_model, released_model
 from study.released import ReleasedRun, unknown_parents
 from study.soups import SoupSettings
-from study.text_kinds import OwnText, PackageSources, PreparedText, TokenFiles
+from study.text_kinds import Text
 from train.run.config import RunConfig
 
 AnySettings = (
@@ -63,9 +63,7 @@ class Study(Showable):
         default="cuda",
         description="what the study runs on by default; any: GPUs where there are",
     )
-    text: Annotated[
-        PackageSources | PreparedText | OwnText | TokenFiles, Field(discriminator="kind")
-    ]
+    text: Annotated[Text, Field(discriminator="kind")]
     settings: tuple[str, ...] = Field(
         default=(), description="PATH=VALUE, by which it differs from its recipe"
     )

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from base.frozen import fingerprint
+from base.grouping import grouped
 from study.axes import AnyRun
 from train.run.branching import MUST_AGREE
 from train.run.config import BranchFrom, RunConfig
@@ -51,10 +52,7 @@ def control_among(runs: Iterable[RunConfig], run: AnyRun) -> RunConfig | None:
 
 def replicates_of(runs: Sequence[AnyRun]) -> list[list[AnyRun]]:
     """Return the groups of runs that are the same but for their seed."""
-    groups: dict[str, list[AnyRun]] = {}
-    for run in runs:
-        groups.setdefault(_but_seed(run), []).append(run)
-    return list(groups.values())
+    return list(grouped(runs, _but_seed).values())
 
 
 def equal_runs(runs: Sequence[AnyRun], settings: Sequence[str]) -> Iterator[str]:
@@ -114,11 +112,8 @@ def with_controls(runs: Sequence[RunConfig]) -> list[RunConfig]:
     Raises:
         ValueError: a run has no checkpoint where its anneal starts.
     """
-    lacking: dict[tuple[str, int], list[RunConfig]] = {}
-    for run in runs:
-        if run.schedule.anneal and not control_among(runs, run):
-            key = _trajectory(run), run.schedule.anneal.start_step
-            lacking.setdefault(key, []).append(run)
+    annealed = [run for run in runs if run.schedule.anneal and not control_among(runs, run)]
+    lacking = grouped(annealed, lambda run: (_trajectory(run), _start(run)))
 
     # the control of an earlier start may be that of a later one too
     controls: dict[str, RunConfig] = {}
@@ -127,6 +122,12 @@ def with_controls(runs: Sequence[RunConfig]) -> list[RunConfig]:
             controls[group[-1].name] = _control(group)
     shared = {name: _with_shared_factors(control, runs) for name, control in controls.items()}
     return [each for run in runs for each in (run, shared.get(run.name)) if each]
+
+
+def _start(run: RunConfig) -> int:
+    """Return the step from which a run anneals."""
+    assert run.schedule.anneal
+    return run.schedule.anneal.start_step
 
 
 def _with_shared_factors(control: RunConfig, runs: Iterable[RunConfig]) -> RunConfig:
@@ -142,9 +143,7 @@ def _control(annealed: Sequence[RunConfig]) -> RunConfig:
 
     It is saved where they end, and at the checkpoint half-way there.
     """
-    first = annealed[0]
-    assert first.schedule.anneal
-    start = first.schedule.anneal.start_step
+    first, start = annealed[0], _start(annealed[0])
     branch = first.branch_from
     if branch is None:
         if start not in first.save_steps:

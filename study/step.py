@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from base.grouping import grouped
+
 ERROR_PREFIX = "error: "  # begins the one line that a command prints before it fails
 COMMAND_PROMPT = "$ "  # begins the line that a log shows before each attempt
 TORCHRUN = ("{python}", "-m", "torch.distributed.run")
@@ -121,10 +123,9 @@ def batches(steps: Sequence[Step], models: int, specs: int) -> list[list[Step]]:
     A process measures each of its models with each of its specs. The order is that of the first
     step of each batch; steps without a model are alone.
     """
-    by_model: dict[object, list[Step]] = {}
-    for step in steps:
-        process = (step.process, step.models) if step.models else step.name
-        by_model.setdefault(process, []).append(step)
+    by_model = grouped(
+        steps, lambda step: (step.process, step.models) if step.models else step.name
+    )
     by_specs: dict[object, list[list[Step]]] = {}
     for of_model in by_model.values():
         for start in range(0, len(of_model), specs):

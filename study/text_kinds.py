@@ -1,5 +1,6 @@
 """The text of a study, to train on, to calibrate with and to measure on; and where it is kept."""
 
+from pathlib import PurePosixPath
 from typing import Annotated, Literal, assert_never
 
 from pydantic import Field
@@ -34,9 +35,11 @@ class PackageSources(Frozen):
 
 
 class TokenFile(Frozen):
-    """A token file ROOT/texts/NAME.{bin,idx,json} that studies share."""
+    """A token file ROOT/texts/NAME.{bin,idx,json} that studies share, or one that is elsewhere."""
 
-    name: str = Field(pattern=NAME_PATTERN)
+    name: str = Field(
+        pattern=f"{NAME_PATTERN}|^/", description="or absolute PREFIX of one that is there already"
+    )
     dataset: str | None = Field(
         default=None, description="on the hub; None: it has to be made before, see `origin`"
     )
@@ -50,17 +53,29 @@ class TokenFile(Frozen):
 
 
 class PreparedText(Frozen):
-    """Token files below ROOT/texts, which studies with the same tokenizer share."""
+    """Token files below ROOT/texts, which studies with the same tokenizer share, or in place.
+
+    In place are those of another study, for example: absolute, with their tokenizer's directory.
+    """
 
     kind: Literal["prepared"] = "prepared"
-    tokenizer: str = Field(description="OWNER/NAME on the hub, kept as ROOT/texts/OWNER--NAME")
+    tokenizer: str = Field(
+        description="OWNER/NAME on the hub, kept as ROOT/texts/OWNER--NAME; or absolute: directory"
+    )
     train: TokenFile | None = Field(default=None, description="None: nothing is trained")
     held_out: TokenFile = Field(description="losses and curvature are measured on it")
     calibration: TokenFile
+    sha256: str | None = Field(
+        default=None,
+        pattern=r"^[0-9a-f]{64}$",
+        description="of the contents and the tokenizer that --text names; None: of a recipe",
+    )
 
     @property
     def tokenizer_directory(self) -> str:
-        """The directory of the tokenizer, relative to the root."""
+        """The directory of the tokenizer, relative to the root or absolute."""
+        if self.tokenizer.startswith("/"):
+            return self.tokenizer
         return f"{TEXTS}/{self.tokenizer.replace('/', '--')}"
 
     @property
@@ -106,24 +121,7 @@ class OwnText(Frozen):
     calibration_tokens: int = Field(gt=0, description="the least that has to come out")
 
 
-class TokenFiles(Frozen):
-    """Token files that are there already, such as those of another study, read in place."""
-
-    kind: Literal["files"] = "files"
-    train: str | None = Field(
-        default=None, pattern="^/", description="absolute PREFIX; None: nothing is trained"
-    )
-    held_out: str = Field(pattern="^/", description="absolute PREFIX")
-    calibration: str = Field(pattern="^/", description="absolute PREFIX")
-    tokenizer: str = Field(
-        pattern="^/", description="absolute: directory of the one that made them"
-    )
-    sha256: str = Field(
-        pattern=r"^[0-9a-f]{64}$", description="of their contents and the tokenizer"
-    )
-
-
-Text = PackageSources | PreparedText | OwnText | TokenFiles
+Text = PackageSources | PreparedText | OwnText
 USES = ("train", "held_out", "calibration")
 
 
@@ -134,16 +132,15 @@ def places_of(text: Text) -> dict[str, str]:
     """
     match text:
         case PreparedText():
-            places = {use: f"{{root}}/{TEXTS}/{file.name}" for use, file in text.files.items()}
-            return places | {"tokenizer": f"{{root}}/{text.tokenizer_directory}"}
+            # below the root; what is absolute stays
+            root = PurePosixPath("{root}")
+            places = {use: str(root / TEXTS / file.name) for use, file in text.files.items()}
+            return places | {"tokenizer": str(root / text.tokenizer_directory)}
         case PackageSources():
             places = {use: f"{{study}}/data/{use}" for use in USES}
             return places | {"tokenizer": f"{{study}}/{CORPUS}/tokenizer"}
         case OwnText():
             uses = [use for use in USES if getattr(text, use)]
             return {use: f"{{study}}/data/{use}" for use in (*uses, "tokenizer")}
-        case TokenFiles():
-            uses = [use for use in USES if getattr(text, use)]
-            return {use: getattr(text, use) for use in (*uses, "tokenizer")}
         case _:
             assert_never(text)

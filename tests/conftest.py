@@ -25,7 +25,7 @@ with quick_imports():
     from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from study.text.tokenizer import END_OF_TEXT, train_tokenizer
-from tests.runs import make_run, ranks
+from tests.runs import called, make_run, ranks
 from tests.study.smoke import make_smoke_study
 from train.data.prepare import prepare
 
@@ -102,6 +102,18 @@ def made_once(
     return root / name
 
 
+@pytest.fixture
+def in_process(capsys):
+    """Runs a command in this process; returns its exit code, and lines of stdout and of stderr."""
+
+    def run(app, name, *words):
+        code = called(app, name, *words)
+        printed = capsys.readouterr()
+        return code, printed.out.splitlines(), printed.err.splitlines()
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory) -> Path:
     """A byte-level BPE tokenizer of 320 tokens, end-of-text has id 0."""
@@ -157,6 +169,12 @@ def held_out_prefix(tmp_path_factory, tokenizer_dir) -> Path:
     return made_once(tmp_path_factory, "held_out_data", make) / "held_out"
 
 
+def widths(hidden: int, mlp: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    """The widths of a model in transformers' words, which are also those of `ModelConfig`."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    return dict(zip(names, (hidden, mlp, heads, kv_heads), strict=True)) | more
+
+
 def make_hf_directory(
     directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config
 ) -> Path:
@@ -167,12 +185,7 @@ def make_hf_directory(
     """
     shape: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
+        **widths(32, 64, 4, 4, num_hidden_layers=2, max_position_embeddings=64),
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
         "eos_token_id": 0,

@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
+import typer
 
+from base.cli import run_command
 from base.files import write_json
 from tests.forked import Forked
 from tests.waiting import HANG_SECONDS
@@ -26,9 +30,10 @@ PROJECT = Path(__file__).resolve().parent.parent
 def make_run(
     directory: Path,
     *,
-    train_prefix: Path,
-    held_out_prefix: Path,
-    tokenizer_dir: Path,
+    train_prefix: Path = Path("train"),
+    held_out_prefix: Path = Path("held_out"),
+    tokenizer_dir: Path = Path("tokenizer"),
+    data: dict[str, Any] | None = None,
     tensor: int = 1,
     pipeline: int = 1,
     sequence: bool = False,
@@ -37,7 +42,16 @@ def make_run(
     peak_lr: float = 1e-2,
     **changes,
 ) -> RunConfig:
-    """Writes run.json of a run of width 32: warm-up, cosine, anneal within 20 steps."""
+    """Writes run.json of a run of width 32: warm-up, cosine, anneal within 20 steps.
+
+    `data` changes fields of its DataConfig. The files need not exist before the run starts.
+    """
+    files = {
+        "train": str(train_prefix),
+        "held_out": str(held_out_prefix),
+        "tokenizer": str(tokenizer_dir),
+    }
+    lengths: dict[str, Any] = {"sequence_length": 32, "held_out_sequences": 5}
     settings: dict[str, Any] = {
         "name": directory.name,
         "seed": 3,
@@ -50,13 +64,7 @@ def make_run(
             num_attention_heads=4,
             num_key_value_heads=kv_heads,
         ),
-        "data": DataConfig(
-            train=str(train_prefix),
-            held_out=str(held_out_prefix),
-            tokenizer=str(tokenizer_dir),
-            sequence_length=32,
-            held_out_sequences=5,
-        ),
+        "data": DataConfig(**(files | lengths | (data or {}))),
         "optimizer": AdamW(peak_lr=peak_lr),
         "schedule": ScheduleConfig(
             warmup_tokens=4 * 256,
@@ -80,6 +88,35 @@ def make_run(
 def draw_weights(engine: Engine, run: RunConfig) -> None:
     """Give a new engine the initial weights of its run."""
     engine.start_from(lambda name: initial_parameter(name, run.model, run.seed))
+
+
+def called(app: typer.Typer, name: str, *arguments: object) -> int:
+    """The exit code of a command line that runs in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            run_command(app, name)
+    return int(ended.value.code or 0)
+
+
+def save(engine: Engine, directory: Path, *, weights_only: bool = False) -> list[str]:
+    """Write a snapshot as the loop does, on every rank; return the names of this rank's files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    snapshot = engine.snapshot(directory, weights_only=weights_only)
+    names = snapshot.write()
+    dist.barrier()
+    names = names + snapshot.seal()
+    dist.barrier()
+    return names
+
+
+def leave_layout(run: RunConfig) -> None:
+    """Destroy megatron-core's groups, so that this process can build another engine."""
+    if run.engine == "megatron":
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
 
 
 def environment() -> dict[str, str]:
@@ -132,6 +169,25 @@ def ended(forked: Forked, timeout_seconds: float = HANG_SECONDS) -> subprocess.C
     return subprocess.CompletedProcess(forked.arguments, forked.returncode or 0, out, err)
 
 
+def refusal(run_dir: Path) -> str:
+    """The one line by which a training is refused."""
+    return error_line(python("train", "run", str(run_dir)))
+
+
+def succeed(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    """A command that has ended well; else the test fails with the end of what it printed."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def on_ranks(
+    processes: int, worker: Callable[..., object], *words: object
+) -> subprocess.CompletedProcess:
+    """Calls a function of a module of tests on every rank, with words; it has to end well."""
+    function = worker.__module__, worker.__name__
+    return succeed(ranks(processes, "tests.worker", *function, *map(str, words)))
+
+
 def start_ranks(processes: int, *arguments: str, variables: dict[str, str] | None = None) -> Forked:
     """Starts what `torchrun` starts, forked; `variables` are added to the environment of every
     rank.
@@ -141,11 +197,9 @@ def start_ranks(processes: int, *arguments: str, variables: dict[str, str] | Non
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "localhost",
-    }
-    shared |= {
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # the store is not rank 0's
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not rank 0's
+    }
     shared |= variables or {}
     each = [
         environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

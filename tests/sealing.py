@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,19 @@ def reseal(path: Path, content: dict[str, Any]) -> None:
     """Writes a record with these values, sealed anew; NaN too, which no command writes."""
     values = {key: value for key, value in content.items() if key != SEAL}
     path.write_text(json.dumps(sealed(values), indent=2) + "\n")
+
+
+@contextmanager
+def edited(path: Path) -> Iterator[dict[str, Any]]:
+    """The values of a record, for a test to change; it is sealed anew."""
+    content = json.loads(path.read_text())
+    yield content
+    reseal(path, content)
+
+
+def measured_in(path: Path) -> Any:
+    """The figures of a result, by its file or its directory."""
+    return json.loads((path / "result.json" if path.is_dir() else path).read_text())["measured"]
 
 
 def json_lines(rows: list[dict[str, Any]]) -> str:

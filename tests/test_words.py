@@ -1,4 +1,4 @@
-"""The words of all source, and the width of the product's: beginnings of docstrings, and long lines."""
+"""The words and names of all source: beginnings of docstrings, names of classes, and long lines."""
 
 import ast
 from collections.abc import Iterator
@@ -41,6 +41,17 @@ def vague(path: Path) -> Iterator[str]:
 def test_docstrings_begin_with_a_verb_or_a_noun():
     places = [place for path in sources(ALL) for place in vague(path)]
     assert not places, "\n".join(places)
+
+
+def test_no_two_public_classes_have_one_name():
+    places: dict[str, list[str]] = {}
+    for path in sources():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(
+                    f"{path.relative_to(PROJECT)}:{node.lineno}"
+                )
+    assert {name: each for name, each in places.items() if len(each) > 1} == {}
 
 
 def test_lines_are_at_most_100_characters_wide():

@@ -129,9 +129,7 @@ def index(
 
 
 @app.command()
-def verify(
-    prefixes: Annotated[list[Path], typer.Argument(help="PREFIX of a token file")],
-) -> None:
+def verify(prefixes: Annotated[list[Path], typer.Argument(help="PREFIX of a token file")]) -> None:
     """Hash the files of prepared text, however large, and compare with its manifest.
 
     Example: python -m train verify data/train data/held_out

@@ -61,11 +61,7 @@ class LinearRecord(NamedTuple):
 
 
 def largest_logit(
-    query_BNSD: Tensor,
-    key_BNSD: Tensor,
-    documents_BS: Tensor | None,
-    *,
-    queries_at_once: int = 256,
+    query_BNSD: Tensor, key_BNSD: Tensor, documents_BS: Tensor | None, *, queries_at_once: int = 256
 ) -> float:
     """Return the largest q . k / sqrt(D) of a query and a key at or before it, in fp32.
 

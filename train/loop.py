@@ -20,7 +20,7 @@ from base.frozen import fingerprint
 from base.progress import Progress
 from train.averages import Averages
 from train.checkpoints.attempt import Attempt, SupersededError
-from train.checkpoints.resuming import Start, resume
+from train.checkpoints.resuming import resume
 from train.checkpoints.saving import Saver, remove_unfinished
 from train.data.batches import Batch
 from train.distributed import start
@@ -28,9 +28,9 @@ from train.engine import Engine, StepResult
 from train.engines import build_engine
 from train.monitoring import RANKS_EVERY_STEPS, Profile, RankClock, speed_of
 from train.observing import forward_figures, observed_step
-from train.rounding import QuantizationProbe, load_rounding
+from train.rounding import QuantizationProbe
 from train.run.config import RunConfig, dump_run
-from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory
+from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, CheckpointRecord, RunDirectory
 from train.run.launch import Launch
 from train.run.metrics import HELD_OUT_LOSS, MetricsWriter
 from train.run.schedules import learning_rate
@@ -53,9 +53,7 @@ class _Training:
         tokens = min(PROBE_TOKENS, run.data.sequence_length)
         first_BS = held_out["held_out"].tokens_BS[:PROBE_SEQUENCES]
         self.probe_BS, self.observed = first_BS[:, :tokens], Batch.of(first_BS)
-        self.quantization = QuantizationProbe(
-            run, self.engine, held_out["held_out"], load_rounding() if run.probe else None
-        )
+        self.quantization = QuantizationProbe(run, self.engine, held_out["held_out"])
 
         def read(step: int) -> Batch:
             batch = data.batch(step, replica)
@@ -66,29 +64,29 @@ class _Training:
         self.metrics: MetricsWriter | None = None
         self.step = 0
 
-    def begin(self, launch: Launch) -> Start:
-        """Load the newest checkpoint, or the origin of the run; set up what logs and saves."""
+    def begin(self, launch: Launch) -> CheckpointRecord | None:
+        """Load the newest checkpoint, or the origin of the run; set up what logs and saves.
+
+        Return the record of the checkpoint, None at the initial weights.
+        """
         run, directory = self.run, self.directory
         if dist.get_rank() == 0:
             write_json(directory.run_json, dump_run(run))
             remove_unfinished(directory)
             self.metrics = MetricsWriter(directory.metrics, self.attempt.number)
-        state = resume(
+        self.step, record, quarantined = resume(
             self.engine, run, directory, data_sha256=self.data.sha256, attempt=self.attempt.number
         )
-        self.step, record = state.step, state.record
         self.profile = Profile(launch.profiled_steps, directory.profile)
-        self.profile.check(state.step, run.total_steps)
-        self.attempt.amend(
-            resumed_from_step=state.step if record else None, quarantined=state.quarantined
-        )
-        for step in state.quarantined:
+        self.profile.check(self.step, run.total_steps)
+        self.attempt.amend(resumed_from_step=self.step if record else None, quarantined=quarantined)
+        for step in quarantined:
             self.log(step, quarantined=1)
 
         # A new average starts here; one of the checkpoint keeps its start.
         saved_starts = record.average_starts if record else {}
         starts = {
-            average.name: saved_starts.get(average.name, state.step) for average in run.averages
+            average.name: saved_starts.get(average.name, self.step) for average in run.averages
         }
         self.averages = Averages(run, self.engine, starts)
         self.judge = StepJudge(run, record)
@@ -98,7 +96,7 @@ class _Training:
         self.agreement = Agreement(directory, self.attempt, self.saver)
         self.clock = RankClock(directory.ranks, self.attempt.number)
         self.watchdog = Watchdog(directory, self.attempt, launch.hang_seconds)
-        return state
+        return record
 
     def log(self, step: int, **values: float) -> None:
         """Append a row of metrics."""
@@ -108,8 +106,7 @@ class _Training:
     def run_to_end(self, launch: Launch) -> None:
         """Train until the last step or until asked to stop."""
         total = self.run.total_steps
-        state = self.begin(launch)
-        if state.record is None:
+        if self.begin(launch) is None:
             self.evaluate_and_save(None)
         if self.step == total and is_rank_zero():
             print(f"{self.run.name} is complete: it ended at step {total}, nothing is trained")
@@ -166,7 +163,8 @@ class _Training:
             raise self.diverged("not finite: weights, activations, logits or rounded losses")
         self.averages.update(step)
         self.log(step, **row, **figures)
-        self.saver.advance(writing=writing)
+        if not writing:  # on any rank
+            self.saver.flush()
         return result, speed["tokens_per_second"]
 
     def diverged(self, figures: str, loss: float | None = None) -> DivergedError:
@@ -256,7 +254,7 @@ class _Training:
         if self.metrics:
             self.metrics.close()
         if self.step == self.run.total_steps:
-            self.saver.end()
+            self.saver.rotate(0)  # a run at its end needs no restart checkpoint
             self.attempt.end("done", self.step, "")
         else:
             reached = f"step {self.step} of {self.run.total_steps}"

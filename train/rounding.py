@@ -45,15 +45,11 @@ class QuantizationProbe:
     `held_out` holds all held-out sequences, whatever the replica.
     """
 
-    def __init__(
-        self, run: RunConfig, engine: Engine, held_out: Batch, rounding: Rounding | None
-    ) -> None:
-        """Take `rounding`, which is None for a run without a probe."""
+    def __init__(self, run: RunConfig, engine: Engine, held_out: Batch) -> None:
         self._settings, self._engine = run.probe, engine
         if not run.probe:
             return
-        assert rounding
-        self._rounding = rounding
+        self._rounding = load_rounding()
         self._linears = run.probe.linears(run.model)
         self._sequences = held_out.first(run.probe.sequences)
         # A replica whose share is less than a microbatch takes it at once, without padding.

@@ -77,11 +77,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class HFWeights:
-    """The weights of an HF directory: every key of every file, but for `LEGACY_BUFFERS`.
-
-    Attributes:
-        tensors: places of all, in the order of the files.
-    """
+    """The weights of an HF directory: every key of every file, but for `LEGACY_BUFFERS`."""
 
     def __init__(self, directory: Path) -> None:
         self.tensors: dict[str, FileTensor] = {}

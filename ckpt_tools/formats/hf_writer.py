@@ -61,14 +61,6 @@ def write_weights(
 
     The bytes do not depend on the number of threads. Threads write a shard each; the others read
     ahead of them, up to two pieces each of `CHUNK_BYTES` of a tensor.
-
-    Args:
-        directory: an empty one.
-        weights: what to write, in its order.
-        shard_bytes: of one file at most.
-
-    Returns:
-        Size and hash of every file.
     """
     shards = {shard.name: shard for shard in _divide(weights.tensors, shard_bytes)}
     largest_first = sorted(shards, key=lambda name: -shards[name].nbytes)

@@ -60,14 +60,7 @@ class Box(NamedTuple):
 
 
 class ShardedTensors:
-    """Every tensor of a checkpoint, weights and optimizer state.
-
-    Check its hashes first.
-
-    Attributes:
-        tensors: shape and type of each, by global name.
-        boxes: the parts of each.
-    """
+    """Every tensor of a checkpoint, weights and optimizer state. Check its hashes first."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.tensors: dict[str, Described] = {}
@@ -193,14 +186,6 @@ def _of_layer(key: str, layer: int | None) -> str:
 
 class MegatronWeights:
     """The weights of a megatron checkpoint, whose `.metadata` was hash-checked, by HF name.
-
-    Args:
-        checkpoint: its directory.
-        model: whose keys it must hold, no more and no less.
-
-    Attributes:
-        tensors: shape and type of every HF tensor, in the order of the model.
-        files: names of those that hold them.
 
     Raises:
         UserError: a key or a shape is not the model's, or a key is missing.

@@ -111,12 +111,7 @@ def dtype_of(weights: Weights, allowed: tuple[str, ...], source: Path) -> str:
 
 @dataclass(frozen=True)
 class FileTensor(Described):
-    """A contiguous tensor, row after row, in a file, in little endian.
-
-    Attributes:
-        path: the file.
-        offset: of its first byte.
-    """
+    """A contiguous tensor, row after row, in a file, in little endian."""
 
     path: Path
     offset: int

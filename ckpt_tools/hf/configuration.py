@@ -62,10 +62,7 @@ def complete_configuration(directory: Path, dtype: str, **more: Any) -> None:
 
     Every config.json that is written comes from here.
 
-    Args:
-        directory: holds config.json, in either form.
-        dtype: of the weights, by its name in `DTYPES`.
-        more: keys to add.
+    `more` are keys to add.
     """
     rope = getattr(read_config(directory), "rope_parameters", None)
     path = directory / "config.json"

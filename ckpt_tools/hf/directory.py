@@ -119,11 +119,7 @@ def write_lineage(
 
     The environment is this process's, unless `lineage` has one.
 
-    Args:
-        directory: an HF directory.
-        lineage: its sources and settings.
-        known_records: sizes and hashes of files that need not be read again.
-        algorithm: of the other files' hashes.
+    Files of `known_records` need not be read again.
     """
     paths = [path for path in directory.rglob("*") if path.is_file()]
     names = sorted(str(path.relative_to(directory)) for path in paths)

@@ -46,12 +46,7 @@ class Spec(Read):
 
 
 class Result[Kind: Read](Read):
-    """A result.json; `measured` is of the class of its kind.
-
-    Attributes:
-        path: of the file.
-        settings: the whole spec, as the file has it.
-    """
+    """A result.json; `measured` is of the class of its kind."""
 
     path: Path
     model: ResultModel = ResultModel()
@@ -92,9 +87,7 @@ def read_result[Kind: Read](path: Path, kind: type[Kind]) -> Result[Kind]: ...
 def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
     """Return the result of a result.json or its directory.
 
-    Args:
-        path: the file, or the directory that holds it.
-        kind: the expected class of `measured`; None: whichever the file holds.
+    Without `kind` it is of whichever the file holds.
 
     Raises:
         UserError: the file does not exist, was changed after it was written, or is of another kind.

@@ -97,10 +97,7 @@ def parse_revision(repo: str, revision: str, trajectory: Trajectory | None = Non
         >>> parse_revision("allenai/OLMo-2-1124-7B", "stage2-ingredient1-step1000-tokens5B").tokens
         3899217936384
 
-    Args:
-        repo: that the revision is of.
-        revision: its name.
-        trajectory: whose naming it has; None: that of the repository.
+    Without `trajectory` the naming is that of the repository.
 
     Raises:
         UserError: the repository is unknown, or the name is not one of its revisions.
@@ -157,14 +154,14 @@ def _read(stage: Stage, repo: str, revision: str) -> Revision | None:
 def _pattern_of(template: str) -> str:
     """Return the regular expression of names that follow a template."""
     pattern, end = "", 0
-    for place in PLACE.finditer(template):
-        pattern += re.escape(template[end : place.start()])
+    for field in PLACE.finditer(template):
+        pattern += re.escape(template[end : field.start()])
         number = r"0|[1-9][0-9]*"
-        if width := place["width"]:
+        if width := field["width"]:
             number = rf"[0-9]{{{width}}}|[1-9][0-9]{{{width},}}"
-        is_tokens = place[0] == "{T}"
+        is_tokens = field[0] == "{T}"
         pattern += TOKENS if is_tokens else f"(?P<number>{number})"
-        end = place.end()
+        end = field.end()
     return pattern + re.escape(template[end:])
 
 

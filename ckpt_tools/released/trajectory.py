@@ -101,7 +101,7 @@ def say_left_out(reasons: Mapping[str, str], total: int) -> None:
         return
     parts = []
     for reason in dict.fromkeys(reasons.values()):
-        names = [name for name, own in reasons.items() if own == reason]
+        names = [name for name, stated in reasons.items() if stated == reason]
         more = len(names) - MOST_NAMED
         listed = ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
         parts.append(f"{listed} ({reason})")

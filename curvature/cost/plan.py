@@ -15,11 +15,10 @@ from transformers import PretrainedConfig
 from base.errors import UserError
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.forward import empty_model
-from curvature.batches import checked_length
 from curvature.cost.memory import Work, gpu_memory, host_memory, work_of
 from curvature.cost.simulation import Pass, moved_around, simulate
 from curvature.dual.blocks import curved_family
-from curvature.settings import CurvatureSettings
+from curvature.settings import CurvatureSettings, checked_length
 from train.planning.flops import GPUS
 
 # In a product of OLMo2-1B, 4,096 tokens in bf16, an H100 reached 0.59 of its peak in matrices and
@@ -75,7 +74,7 @@ def estimate(config: PretrainedConfig, settings: CurvatureSettings, plan: GpuPla
         UserError: the model's context is shorter than the sequences, or the dual layers do not know
             the model.
     """
-    length = checked_length(config, settings.sequence_length)
+    length = checked_length(config.max_position_embeddings, settings.sequence_length)
     curved_family(config)
     sharded, sequences = settings.sharding == "fsdp", settings.microbatch_sequences
     # Of a microbatch, on the rank that has most.

@@ -73,9 +73,6 @@ class Count(TorchDispatchMode):
     """A count of what operations compute and move, as in `Pass`, and of the storages they make.
 
     torch's own FlopCounterMode would keep tensors of a checkpointed forward pass alive.
-
-    Args:
-        old_storages: ids of storages that were there before.
     """
 
     def __init__(self, old_storages: set[int]) -> None:
@@ -107,10 +104,7 @@ class Count(TorchDispatchMode):
         return result
 
     def one_pass(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Run a function that a GPU's compiler fuses.
-
-        It moves its arguments and its results.
-        """
+        """Run a function that a GPU's compiler fuses. It moves its arguments and its results."""
         self._inside = True
         result = function(*arguments)
         self._inside = False

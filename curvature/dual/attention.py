@@ -81,8 +81,8 @@ def _scores(query: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[T
 
 def _softmax(scores_NQT: Tensor, hidden_CC: Tensor) -> Tensor:
     """Return the weights, 0 for hidden keys: those above the diagonal of the last C columns."""
-    wide_NQT, own = wide(scores_NQT), len(hidden_CC)
-    last_NGCC = wide_NQT.unflatten(1, (-1, own))[..., -own:]
+    wide_NQT, num_hidden = wide(scores_NQT), len(hidden_CC)
+    last_NGCC = wide_NQT.unflatten(1, (-1, num_hidden))[..., -num_hidden:]
     last_NGCC.masked_fill_(hidden_CC, float("-inf"))
     return wide_NQT.softmax(-1)
 
@@ -91,10 +91,7 @@ def _softmax(scores_NQT: Tensor, hidden_CC: Tensor) -> Tensor:
 def _weights(
     scores_NQT: Tensor, slopes_NQT: Tensor, hidden_CC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return p, p_dot and c [N, Q, 1].
-
-    The scores are overwritten.
-    """
+    """Return p, p_dot and c [N, Q, 1]. The scores are overwritten."""
     p_NQT = _softmax(scores_NQT, hidden_CC)
     p_dot_NQT = p_NQT * slopes_NQT
     centre_NQ1 = p_dot_NQT.sum(-1, keepdim=True)
@@ -111,10 +108,7 @@ def _score_gradients(
     centre_NQ1: Tensor,
     hidden_CC: Tensor,
 ) -> list[Tensor]:
-    """Return p, p_dot and the gradients by s and s_dot.
-
-    The scores are overwritten.
-    """
+    """Return p, p_dot and the gradients by s and s_dot. The scores are overwritten."""
     p_NQT = _softmax(scores_NQT, hidden_CC)
     t_NQT = slopes_NQT - centre_NQ1
     u_NQT = by_p_dot_NQT - (p_NQT * by_p_dot_NQT).sum(-1, keepdim=True)

@@ -26,12 +26,6 @@ def summed_cross_entropy(
     With logits z and p = softmax(z) its derivative is sum(c - z_dot[label]), c = sum_V p z_dot. The
     value carries no gradient, the tangent does.
 
-    Args:
-        hidden_NI: the last block's output, N tokens.
-        weight_VI: the output embedding.
-        labels_N: int64.
-        tokens_per_chunk: whose logits are in memory at once.
-
     Example: logits of 0, and of slopes 1 and 0: log 2 nats, and 1/2 - 1 for the first label.
         >>> hidden_NI = Dual(torch.ones(1, 2), torch.zeros(1, 2))
         >>> weight_VI = Dual(torch.zeros(2, 2), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))

@@ -160,12 +160,6 @@ def rotated(x: Dual, cos_SE: Tensor, sin_SE: Tensor, dtype: torch.dtype) -> Dual
     A pair of features (i, i + E/2) turns by one angle, so both halves of the tables are the same.
     Further features than the tables have pass as they are.
 
-    Args:
-        x: heads and their tangent.
-        cos_SE: of the angle of every position and feature.
-        sin_SE: likewise.
-        dtype: of the result.
-
     Example: a quarter turn of (1, 2).
         >>> x = Dual(torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2))
         >>> rotated(x, torch.zeros(1, 2), torch.ones(1, 2), torch.float32).value

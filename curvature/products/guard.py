@@ -50,11 +50,6 @@ def difference_product(
 
     The parameters move meanwhile, and are put back to the bit.
 
-    Args:
-        model: at the checkpoint, which stays as it is.
-        tokens_BS1: int64, inputs and labels.
-        sketch: its probe is the v of Hv.
-
     Raises:
         UserError: no step changes the gradient by about RELATIVE_CHANGE.
     """

@@ -53,10 +53,6 @@ class CurvedModel:
 
     With sharding "none" every rank holds all parameters and works on batches of its own; with
     "fsdp" the ranks hold a part of each, share the sequences of one batch, and make the same calls.
-
-    Attributes:
-        parameters: this rank's.
-        entry: the module that every pass calls.
     """
 
     def __init__(
@@ -232,10 +228,6 @@ def _add_tangents(model: nn.Module, dtype: torch.dtype) -> None:
 
 def cross_entropy(logits_BSV: Tensor, tokens_BS1: Tensor, _rows: range) -> Tensor:
     """Return the sum over tokens of -log softmax(logits)[label], nats.
-
-    Args:
-        logits_BSV: of the inputs.
-        tokens_BS1: inputs and labels, S + 1 tokens a row.
 
     Example: two tokens of equal logits over a vocabulary of 4.
         >>> loss = cross_entropy(torch.zeros(1, 2, 4), torch.tensor([[0, 1, 2]]), range(1))

@@ -28,10 +28,7 @@ MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 
 def _xor_shift(words: Tensor, bits: int) -> Tensor:
-    """Return the words xor their logical right shift.
-
-    The >> of torch would carry the sign bit.
-    """
+    """Return the words xor their logical right shift. The >> of torch would carry the sign bit."""
     return words ^ ((words >> bits) & (MASK >> bits))
 
 
@@ -67,15 +64,6 @@ def rademacher(
 
     Entry i, counted over the whole flattened parameter, is bit i mod 64 of word i // 64 of the
     stream 'seed/probe/name': 1 gives +1, 0 gives -1.
-
-    Args:
-        name: of the parameter.
-        start: first entry of the flattened parameter, such as that of a shard.
-        stop: entry after the last.
-        seed: of the study.
-        probe: number of the probe.
-        device: of the result, whose entries are the same on each.
-        dtype: of the result.
 
     Example:
         >>> rademacher("weight", 0, 8, seed=0, probe=0)[2:5].equal(

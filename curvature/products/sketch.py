@@ -25,11 +25,7 @@ SIGNS_PROBE = -2  # no pair and no start uses it
 
 
 class CountSketch:
-    """Pictures of vectors x: v_t . x_t with a probe v, and the buckets of x_t, of every tensor t.
-
-    Attributes:
-        along: the probe v.
-    """
+    """Pictures of vectors x: v_t . x_t with a probe v, and buckets of x_t, of every tensor t."""
 
     def __init__(self, parameters: Parameters, along: Probe) -> None:
         self.along = along

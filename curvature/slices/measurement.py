@@ -17,7 +17,6 @@ from base.ranks import Ranks
 from ckpt_tools.hf.configuration import read_config
 from ckpt_tools.hf.forward import names_in_files
 from ckpt_tools.hf.model import identify, load_hf_model
-from curvature.batches import Batches
 from curvature.settings import SliceSettings
 from curvature.slices.plane import (
     Plane,
@@ -29,6 +28,7 @@ from curvature.slices.plane import (
     losses_at,
 )
 from curvature.step.quantized import read_step
+from curvature.subject import Batches
 
 POINT_TOLERANCE = 1e-5  # relative difference of a point's loss on the plane and from its own files
 UNITS = {
@@ -132,10 +132,7 @@ def _measured(
     settings: SliceSettings,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Return the named points and the grid.
-
-    `direct` are the points' losses from their files.
-    """
+    """Return the named points and the grid. `direct` are the points' losses from their files."""
     named = [PlanePoint(0.0, 0.0), *plane.ends]
     losses_QB = losses_at(plane, losses, named, ranks, "points")
     # Refused before the grid is paid for.

@@ -73,13 +73,6 @@ def density(
     Keeps `steps` vectors in memory. A start vector that reaches fewer eigenvalues than `steps` has
     as many nodes.
 
-    Args:
-        product: v -> Hv, of this rank's part.
-        starts: vectors of +1 and -1.
-        inner: over all ranks.
-        num_parameters: N, over all ranks.
-        steps: nodes of a start vector.
-
     Example:
         >>> import torch
         >>> matrix = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0]))

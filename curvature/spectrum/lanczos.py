@@ -71,12 +71,6 @@ def norm(v_p: Tensor, inner: Inner) -> float:
 def judge(x_p: Tensor, hx_p: Tensor, inner: Inner, tolerance: float) -> RitzPair:
     """Return the pair of a unit vector x and its product.
 
-    Args:
-        x_p: of length 1.
-        hx_p: Hx.
-        inner: over all ranks.
-        tolerance: largest relative residual of a pair that has converged.
-
     Example: H = diag(1, 2) at x = (0.6, 0.8), which is not an eigenvector.
         >>> inner = lambda vectors, b: torch.stack([a.double() @ b.double() for a in vectors])
         >>> pair = judge(torch.tensor([0.6, 0.8]), torch.tensor([0.6, 1.6]), inner, tolerance=0.1)
@@ -190,14 +184,7 @@ def lanczos(
     rounding brings in others: then it comes again, with an orthogonal vector). If the start reaches
     fewer pairs than were asked for, the lists are shorter, and a pair may be in both.
 
-    Args:
-        product: v -> Hv, of this rank's part.
-        start_p: not 0; of any length.
-        inner: over all ranks.
-        largest: how many of the largest.
-        smallest: how many of the smallest.
-        tolerance: largest relative residual of a pair that has converged.
-        max_iterations: steps at most.
+    The start vector is not 0 and of any length.
 
     Example:
         >>> matrix = torch.diag(torch.tensor([1.0, 2.0, 5.0]))

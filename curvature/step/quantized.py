@@ -57,10 +57,6 @@ class QuantizationStep(NamedTuple):
 def read_step(hf_dir: Path, result_dir: Path) -> QuantizationStep:
     """Open a result with dequantized weights, and check every file of it and of the base.
 
-    Args:
-        hf_dir: the model that was quantized.
-        result_dir: of the result, such as HF_DIR/quant/SPEC.
-
     Raises:
         UserError: there are no dequantized weights, a file is damaged, or another model was
             quantized.

@@ -108,12 +108,7 @@ def fisher_loss(
 ) -> Tensor:
     """Return the sum of the losses with random signs: |gradient|^2 / N is the Fisher trace.
 
-    Args:
-        logits_BSV: of the rows of this rank, with their graph.
-        tokens_BS1: the same rows, whose labels count.
-        sequences: the numbers of the rows in the whole microbatch.
-        seed: of the signs.
-        microbatch: its number.
+    Arguments as in `ggn_loss`; here the labels of the tokens count.
 
     Example: p = (3/4, 1/4) and label 1, so the gradient is +-(3/4, -3/4).
         >>> logits_BSV = torch.tensor([[[3.0, 1.0]]]).log().requires_grad_()

@@ -56,14 +56,6 @@ def estimate_trace(
 ) -> TraceEstimate:
     """Return the means of samples 0..pairs-1, one of each microbatch, on every rank.
 
-    Args:
-        sample: returns a sample by its index.
-        names: of the parameter tensors, in the order of `dots`.
-        pairs: two or more.
-        sharing: the ranks that share the samples out.
-        level: coverage of the intervals.
-        on_pair: called after every sample.
-
     Raises:
         UserError: a sample is not finite.
 

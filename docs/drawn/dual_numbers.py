@@ -15,6 +15,7 @@ from curvature.products.exact import DualHessian, collected
 from curvature.products.guard import ACCEPTED_FACTOR, LIMITS, RELATIVE_CHANGE
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
+from docs.drawn import logarithmic
 from study.figures.charts import CONFIG, INK
 
 # Its modules compute in the precision of the weights throughout, as those of OLMo2, whose norms
@@ -125,8 +126,8 @@ def _parts(model: DualProblem) -> list[Tensor]:
 
 def _chart(differences: list[dict[str, Any]], products: list[dict[str, Any]]) -> dict[str, Any]:
     """Return lines of the differences, flat lines of the products, and the guard's limit."""
-    step = _logarithmic("step", "size of the step, |ε v| / |θ|", (SMALLEST, LARGEST))
-    error = _logarithmic("error", "relative error of Hv", SHOWN)
+    step = _powers("step", "size of the step, |ε v| / |θ|", (SMALLEST, LARGEST))
+    error = _powers("error", "relative error of Hv", SHOWN)
     colours = {"domain": list(COLOURS), "range": list(COLOURS.values())}
     colour = {"field": "precision", "type": "nominal", "scale": colours, "legend": None}
 
@@ -204,13 +205,8 @@ def _words(
     }
 
 
-def _logarithmic(field: str, title: str, powers: tuple[int, int]) -> dict[str, Any]:
+def _powers(field: str, title: str, powers: tuple[int, int]) -> dict[str, Any]:
     """Return a logarithmic axis between two powers of ten."""
     low, high = powers
     ticks = [10.0**power for power in range(low, high + 1) if power % 2 == 0]
-    return {
-        "field": field,
-        "type": "quantitative",
-        "scale": {"type": "log", "domain": [10.0**low, 10.0**high], "nice": False},
-        "axis": {"title": title, "values": ticks, "format": ".0e"},
-    }
+    return logarithmic(field, title, (10.0**low, 10.0**high), ticks, ".0e")

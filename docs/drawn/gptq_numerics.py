@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from base.hessian import InputHessian, row_output_errors
+from docs.drawn import logarithmic
 from quant_eval.probing import round_by_names
 from quant_eval.quantizers.gptq import GPTQ
 from study.figures.charts import CONFIG, DASHED, INK
@@ -76,11 +77,10 @@ def _chart(rows: list[dict[str, Any]], nearest: float) -> dict[str, Any]:
     """Return lines of the errors, the error of rounding to nearest, and the default damping."""
     default = GPTQ.model_fields["damping"].default
     ticks = [10.0**power for power in range(-6, 1)]
-    damping = _logarithmic(
-        "damping", "damping λ, share of the mean diagonal of H", (1e-6, 1.0), ticks
-    )
+    title = "damping λ, share of the mean diagonal of H"
+    damping = logarithmic("damping", title, (1e-6, 1.0), ticks, "~g")
     ticks = [0.002, 0.005, 0.01, 0.02, 0.05]
-    error = _logarithmic("error", "squared error of the outputs, relative", SHOWN, ticks)
+    error = logarithmic("error", "squared error of the outputs, relative", SHOWN, ticks, "~g")
 
     tokens: dict[str, Any] = {
         "field": "tokens",
@@ -133,16 +133,4 @@ def _chart(rows: list[dict[str, Any]], nearest: float) -> dict[str, Any]:
             words,
         ],
         "config": CONFIG,
-    }
-
-
-def _logarithmic(
-    field: str, title: str, domain: tuple[float, float], ticks: list[float]
-) -> dict[str, Any]:
-    """Return a logarithmic axis."""
-    return {
-        "field": field,
-        "type": "quantitative",
-        "scale": {"type": "log", "domain": list(domain), "nice": False},
-        "axis": {"title": title, "values": ticks, "format": "~g"},
     }

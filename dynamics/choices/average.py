@@ -42,7 +42,7 @@ def most_tried(exports: int, kept: int) -> tuple[int, int]:
         >>> most_tried(exports=4, kept=1)
         (11, 6)
     """
-    averages = max(0, exports - 1) + max(0, exports - 1)  # windows, and additions to the soup
+    averages = 2 * max(0, exports - 1)  # windows, and additions to the soup
     return exports + kept + averages, averages
 
 
@@ -222,14 +222,10 @@ def pick_lines(pick: Pick) -> Iterator[str]:
     if pick.comparison is None:
         yield f"{name_of(pick.members)}, the last weights themselves, has the lowest"
         return
-    first, second, difference = (
-        pick.comparison.first_value,
-        pick.comparison.second_value,
-        pick.comparison.difference,
-    )
+    compared, difference = pick.comparison, pick.comparison.difference
     verdict = verdict_of(difference.value, difference.p_value, INTERVAL_LEVEL)
     yield (
-        f"{name_of(pick.members)} on the {EVALUATION} text: {second:.5f}, the last weights"
-        f" {first:.5f}; {difference.value:+.5f} [{difference.low:+.5f}, {difference.high:+.5f}],"
-        f" p {difference.p_value:.2g}: {verdict}"
+        f"{name_of(pick.members)} on the {EVALUATION} text: {compared.second_value:.5f}, the last"
+        f" weights {compared.first_value:.5f}; {difference.value:+.5f}"
+        f" [{difference.low:+.5f}, {difference.high:+.5f}], p {difference.p_value:.2g}: {verdict}"
     )

@@ -25,14 +25,7 @@ from train.run.config import RunConfig
 
 
 class Ranked(NamedTuple):
-    """One of several choices, with its figure.
-
-    Attributes:
-        label: its name.
-        estimate: the figure.
-        excess: over that of the best; None of the best itself.
-        p_adjusted: of no such excess.
-    """
+    """One of several choices, with its figure, its excess over the best, and p of no excess."""
 
     label: str
     estimate: Estimate
@@ -91,11 +84,8 @@ class Crossing(NamedTuple):
 class Answer(NamedTuple):
     """Peak learning rates ranked by one quantity.
 
-    Attributes:
-        measure: the quantity.
-        where: equal loss or equal tokens, in words.
-        ranking: the lowest first; empty where there is none.
-        reason: why there is none.
+    `where` is equal loss or equal tokens, in words. The lowest comes first; without a ranking
+    there is a reason.
     """
 
     measure: Measure
@@ -350,5 +340,4 @@ def _value(measure: Measure, value: float) -> str:
 
 def _difference(measure: Measure, ranked: Ranked) -> str:
     assert ranked.excess is not None
-    low, high = (measure.signed(end) for end in ranked.excess.interval(INTERVAL_LEVEL))
-    return f"{measure.signed(ranked.excess.value)} [{low}, {high}], Holm p {ranked.p_adjusted:.2g}"
+    return f"{measure.effect(ranked.excess)}, Holm p {ranked.p_adjusted:.2g}"

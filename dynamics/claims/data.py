@@ -12,6 +12,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
+from base.grouping import grouped
 from dynamics.claims.schedule import (
     MARGIN,
     annealed,
@@ -48,17 +49,18 @@ def alike(ends: Iterable[RunSummary], but: Iterable[str]) -> list[Chosen]:
     Names, places of checkpoints and what is not part of a run's identity may differ too.
     """
     ignored = {*but, *RunConfig.NOT_IDENTITY, "save_steps", "evaluate_every_steps", "branch_from"}
-    groups: dict[str, Chosen] = {}
-    for end in ends:
-        if isinstance(end.run, RunConfig):
-            content = end.run.model_dump(mode="json")
-            for key in ignored:
-                *parents, last = key.split(".")
-                section = content
-                for parent in parents:
-                    section = section.get(parent) or {}
-                section.pop(last, None)
-            groups.setdefault(json.dumps(content, sort_keys=True), []).append(end)
+
+    def identity(end: RunSummary) -> str:
+        content = end.run.model_dump(mode="json")
+        for key in ignored:
+            *parents, last = key.split(".")
+            section = content
+            for parent in parents:
+                section = section.get(parent) or {}
+            section.pop(last, None)
+        return json.dumps(content, sort_keys=True)
+
+    groups = grouped((end for end in ends if isinstance(end.run, RunConfig)), identity)
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -69,9 +71,7 @@ def replicated(ends: Iterable[RunSummary], but: Iterable[str]) -> dict[str, list
     """
     by_label: dict[str, list[Chosen]] = {}
     for group in alike(ends, [*but, "seed"]):
-        by_seed: dict[int, Chosen] = {}
-        for end in group:
-            by_seed.setdefault(end.run.seed, []).append(end)  # type: ignore[union-attr]
+        by_seed = grouped(group, lambda end: end.run.seed)  # type: ignore[union-attr]
         sets = [ends for ends in by_seed.values() if len({end.group for end in ends}) > 1]
         if sets:
             by_label[enumeration([end.group for end in sets[0]])] = sets

@@ -9,6 +9,7 @@ from math import log2
 
 import numpy as np
 
+from base.grouping import grouped
 from study.claims.finding import (
     Finding,
     all_directed,
@@ -25,7 +26,6 @@ from study.claims.verdict import (
     Verdict,
     by_measure,
     claim,
-    grouped,
     needed,
 )
 from study.measurements.quantization import CROSS_ENTROPY
@@ -142,7 +142,8 @@ def _decaying(measure: Measure, end: RunSummary) -> list[Row]:
 
 def by_group(contrast: Contrast, ends: Sequence[RunSummary]) -> dict[str, Replicates]:
     """Return a contrast of the runs that are the same but for their seed, by their label."""
-    return {label: [contrast(end) for end in group] for label, group in grouped(ends).items()}
+    groups = grouped(ends, lambda end: end.group)
+    return {label: [contrast(end) for end in group] for label, group in groups.items()}
 
 
 def reach(values: Iterable[float]) -> str:
@@ -222,7 +223,7 @@ def divergence(measure: Measure) -> Verdict:
     verdict = conclude(
         measure, (_parted(of_loss, measure, whole), measure.estimate(whole)), parts, "apart"
     )
-    loss = of_loss.signed(of_loss.estimate(whole).value)
+    loss = of_loss.figure.signed(of_loss.estimate(whole).value)
     return verdict._replace(effect=f"{verdict.effect}, loss {loss}")
 
 

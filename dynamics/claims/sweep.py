@@ -9,6 +9,7 @@ from math import comb, factorial, log2
 import numpy as np
 from numpy.typing import NDArray
 
+from base.grouping import grouped
 from base.statistics import holm
 from dynamics.claims.data import replicated
 from dynamics.claims.schedule import change, slope_over
@@ -235,9 +236,10 @@ def _same_order(measure: Measure) -> Verdict:
 )
 def bits(evidence: Evidence) -> list[Verdict]:
     """Compare each method at several widths with itself, the lower width with the next."""
-    by_method: dict[str, list[str]] = {}
-    for spec in evidence.study.quantization.at_the_end:
-        by_method.setdefault(spec.replace(f"-b{parse_spec(spec).bits}", ""), []).append(spec)
+    by_method = grouped(
+        evidence.study.quantization.at_the_end,
+        lambda spec: spec.replace(f"-b{parse_spec(spec).bits}", ""),
+    )
     verdicts = []
     for specs in by_method.values():
         for low, high in pairwise(sorted(specs, key=lambda spec: parse_spec(spec).bits)):

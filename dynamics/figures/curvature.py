@@ -17,7 +17,7 @@ from dynamics.mechanism.formula import (
     slopes_text,
 )
 from study.figures.canvas import WEIGHTS, Canvas, described
-from study.figures.charts import DASHED, NATS, Chart, Quantity, Rows, columns_of, data, marks, panel
+from study.figures.charts import NATS, Chart, Quantity, Rows, columns_of, diagonal, marks, panel
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.curvature import CONVERGED, RELATIVE, TOP, TRACE
 from study.measurements.kind import Column
@@ -178,10 +178,6 @@ def _formula_panel(canvas: Canvas, observations: Observations, name: str) -> tup
     reach = [*PREDICTED.reach(rows), *MEASURED.reach(rows)]
     ends = min(reach) / 1.2, max(reach) * 1.2
     x, y = (replace(axis, is_log=True, domain=ends) for axis in (PREDICTED, MEASURED))
-    equal = [{x.label: end, y.label: end} for end in ends]
-    diagonal = data(
-        equal, mark=DASHED | {"type": "line"}, encoding={"x": x.encoding(), "y": y.encoding()}
-    )
     values = marks(rows, canvas.runs, x, y, has_line=False)
-    chart = panel([diagonal, values], title, 2)
+    chart = panel([diagonal(x, y), values], title, 2)
     return rows, chart | {"height": chart["width"]}

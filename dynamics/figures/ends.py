@@ -7,6 +7,7 @@ Peak learning rates, weight decays, or budgets of tokens under one schedule and 
 from dataclasses import replace
 from typing import Any
 
+from base.grouping import grouped
 from dynamics.figures.quantization import DIVERGENCE_AXIS, MEASURES
 from quant_eval.estimate import Estimate
 from study.axes import Value, Varied
@@ -32,7 +33,7 @@ from study.measurements.quantization import DIVERGENCE
 from study.measurements.titles import spec_title
 from study.results.averages import lowest_spec
 from study.results.paired import Paired, Weighted
-from study.results.summary import RunSummary, summarize
+from study.results.summary import summarize
 
 MOST_TICKS = 8  # as many values are written below the axis, each at its place
 GROUP = "group"
@@ -149,13 +150,14 @@ def anneal_against_control(canvas: Canvas) -> Drawn | None:
     """Draw the error with and without the anneal of every group of runs, and the difference."""
     spec = lowest_spec(canvas.study)
     column = DIVERGENCE.of(spec)
-    groups: dict[str, list[RunSummary]] = {}
-    for end in summarize(canvas.study, canvas.table):
-        if end.control and end.last and None not in (end.control[column], end.last[column]):
-            groups.setdefault(end.group, []).append(end)
+    measured = [
+        end
+        for end in summarize(canvas.study, canvas.table)
+        if end.control and end.last and None not in (end.control[column], end.last[column])
+    ]
 
     paired, errors, differences = Paired(canvas.directory), Rows(), Rows()
-    for group, ends in groups.items():
+    for group, ends in grouped(measured, lambda end: end.group).items():
         head = {"panel": spec_title(spec), canvas.runs.heading: group, "seeds": len(ends)}
         annealed: list[Weighted] = [[(end.last, 1.0)] for end in ends if end.last]
         control: list[Weighted] = [[(end.control, 1.0)] for end in ends if end.control]

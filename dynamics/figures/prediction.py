@@ -11,14 +11,13 @@ from ckpt_tools.hf.measured import Increase, MeasuredStep, Quantization, StepPar
 from curvature.slices.figure import with_error
 from study.figures.canvas import Canvas
 from study.figures.charts import (
-    DASHED,
     NATS,
     Chart,
     Quantity,
     Rows,
     Span,
     around,
-    data,
+    diagonal,
     grid,
     level,
     marks,
@@ -89,12 +88,9 @@ def _agreement(canvas: Canvas, rows: Rows, columns: int) -> Chart:
     is_log = min(reach) > 0
     ends: Span = (min(reach) / 1.2, max(reach) * 1.2) if is_log else around(reach, MARGIN)
     x, y = (replace(axis, is_log=is_log, domain=ends) for axis in (MEASURED, PREDICTED))
-    axes = {"x": x.encoding(), "y": y.encoding()}
-    equal = [{x.label: end, y.label: end} for end in ends]
-    diagonal = data(equal, mark=DASHED | {"type": "line"}, encoding=axes)
     zeros = [] if is_log else [level(0.0), level(0.0, "x")]
     values = marks(rows, canvas.runs, x, y, has_line=False, bar_opacity=0.25, **BLOCKS)
-    chart = panel([*zeros, diagonal, values], rows[0]["panel"], columns)
+    chart = panel([*zeros, diagonal(x, y), values], rows[0]["panel"], columns)
     return chart | {"height": chart["width"]}
 
 

@@ -1,6 +1,6 @@
 """Quantization while training: the probe's figures beside those of the saved checkpoints."""
 
-from typing import Any
+from collections.abc import Iterable
 
 from quant_eval.specs import parse_spec
 from study.figures.canvas import Canvas
@@ -8,8 +8,7 @@ from study.figures.charts import LINE, NATS, Chart, Quantity, Rows, columns_of, 
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.quantization import LOSS_INCREASE
 from study.measurements.titles import spec_title
-from train.run.directory import RunDirectory
-from train.run.metrics import QUANTIZATION, read_metrics
+from train.run.metrics import QUANTIZATION
 from train.run.probe import short_name
 
 INCREASE = Quantity("quantized - full loss", NATS, holds_zero=True)
@@ -28,42 +27,23 @@ METHOD: Chart = {"field": "series", "type": "nominal", "title": "method"}
 def probe(canvas: Canvas) -> Drawn | None:
     """Draw a panel per width for the loss, and for each linear at each width."""
     probes = {run.name: run for run in canvas.study.trained if run.probe}
-    metrics = {name: read_metrics(RunDirectory(canvas.directory / name).metrics) for name in probes}
     pairs, linears = dict[tuple[str, str], None](), dict[str, None]()
     for run in probes.values():
         assert run.probe
         pairs |= dict.fromkeys(run.probe.specs(bits) for bits in run.probe.bits)
         linears |= dict.fromkeys(map(short_name, run.probe.linears(run.model)))
 
-    rows_of = _Rows(canvas, metrics)
     columns = columns_of(max(len(pairs), 2))
-    panels = [_losses(rows_of, rtn, columns) for rtn, _ in pairs]
-    panels += [_outputs(rows_of, linear, pair, columns) for linear in linears for pair in pairs]
+    panels = [_losses(canvas, probes, rtn, columns) for rtn, _ in pairs]
+    panels += [
+        _outputs(canvas, probes, linear, pair, columns) for linear in linears for pair in pairs
+    ]
     return drawn([(rows, chart) for rows, chart in panels if rows], columns, canvas.rates)
 
 
-class _Rows:
-    """The rows of metrics.jsonl of every run, as rows of a figure."""
-
-    def __init__(self, canvas: Canvas, metrics: dict[str, list[dict[str, Any]]]) -> None:
-        self.canvas, self._metrics = canvas, metrics
-
-    def __call__(self, key: str, quantity: Quantity, panel: str, series: str) -> Rows:
-        """Return a figure of the probe along training."""
-        canvas, rows = self.canvas, Rows()
-        for run, of_run in self._metrics.items():
-            head = {"panel": panel, "run": canvas.runs.looks[run].label, "series": series}
-            for row in of_run:
-                if key in row:
-                    values = canvas.tokens.values(row["tokens"] / canvas.unit)
-                    values |= quantity.values(row[key])
-                    rows.append(head | {"step": row["step"], "tokens": row["tokens"]} | values)
-        return rows
-
-
-def _losses(rows_of: _Rows, spec: str, columns: int) -> tuple[Rows, Chart]:
-    canvas, title = rows_of.canvas, spec_title(spec)
-    during = rows_of(f"{QUANTIZATION}/{spec}/absolute_error", INCREASE, title, "while training")
+def _losses(canvas: Canvas, runs: Iterable[str], spec: str, columns: int) -> tuple[Rows, Chart]:
+    key, title = f"{QUANTIZATION}/{spec}/absolute_error", spec_title(spec)
+    during = canvas.during(INCREASE, key, title, runs, series="while training")
     column = LOSS_INCREASE.of(spec)
     saved = Rows()
     if any(column in row for row in canvas.table):
@@ -74,20 +54,12 @@ def _losses(rows_of: _Rows, spec: str, columns: int) -> tuple[Rows, Chart]:
 
 
 def _outputs(
-    rows_of: _Rows, linear: str, specs: tuple[str, str], columns: int
+    canvas: Canvas, runs: Iterable[str], linear: str, specs: tuple[str, str], columns: int
 ) -> tuple[Rows, Chart]:
-    canvas, bits = rows_of.canvas, parse_spec(specs[0]).bits
-    title = f"{linear}, {bits} bits"
-    rows = [
-        row
-        for spec in specs
-        for row in rows_of(
-            f"{QUANTIZATION}/{spec}/output_error/{linear}",
-            OUTPUT,
-            title,
-            parse_spec(spec).title,
-        )
-    ]
+    title, rows = f"{linear}, {parse_spec(specs[0]).bits} bits", Rows()
+    for spec in specs:
+        key = f"{QUANTIZATION}/{spec}/output_error/{linear}"
+        rows += canvas.during(OUTPUT, key, title, runs, series=parse_spec(spec).title)
     return rows, canvas.panel([_lines(canvas, rows, OUTPUT)], title, columns)
 
 

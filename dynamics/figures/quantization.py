@@ -28,8 +28,6 @@ from study.measurements.quantization import (
 from study.measurements.tasks import DEGRADATION
 from study.measurements.titles import spec_title
 from study.report.tables import shown_methods
-from train.run.directory import RunDirectory
-from train.run.metrics import read_metrics
 
 ERROR_AXIS = Quantity("relative error of the loss", is_percent=True, holds_zero=True)
 DIVERGENCE_AXIS = Quantity("KL(full || quantized)", NATS, holds_zero=True)
@@ -92,7 +90,8 @@ FIRST_SHARE = 0.08  # of training, whose losses are far above the others
 )
 def validation_loss(canvas: Canvas) -> Drawn | None:
     """Draw the losses of metrics.jsonl, and those of the checkpoints."""
-    during = _during_training(canvas)
+    runs = [run.name for run in canvas.study.trained]
+    during = canvas.during(LOSS, "held_out_loss", "", runs, series="during training")
     saved = canvas.along(LOSS, "held_out_loss", "", series="checkpoint")
     first = FIRST_SHARE * canvas.most_tokens
     y = LOSS.near([row for row in (*during, *saved) if row["tokens"] >= first])
@@ -100,18 +99,6 @@ def validation_loss(canvas: Canvas) -> Drawn | None:
     curve = data(during, mark=LINE | {"strokeWidth": 1.2}, encoding=axes)
     points = marks(saved, canvas.runs, canvas.tokens, y, has_line=False)
     return drawn([([*during, *saved], canvas.panel([curve, points], "", 1))], 1, canvas.rates)
-
-
-def _during_training(canvas: Canvas) -> Rows:
-    rows = []
-    for run in canvas.study.trained:
-        head = {"panel": "", "run": canvas.runs.looks[run.name].label, "series": "during training"}
-        for row in read_metrics(RunDirectory(canvas.directory / run.name).metrics):
-            if "held_out_loss" in row:
-                values = canvas.tokens.values(row["tokens"] / canvas.unit)
-                values |= LOSS.values(row["held_out_loss"])
-                rows.append(head | {"step": row["step"], "tokens": row["tokens"]} | values)
-    return rows
 
 
 BEFORE, AFTER = Quantity("full-precision loss", NATS), Quantity("quantized loss", NATS)
@@ -180,7 +167,13 @@ def methods(canvas: Canvas) -> Drawn | None:
     offset = _below_each_other(canvas)
     panels: list[tuple[Rows, Chart]] = []
     for measure, quantity in MEASURES.items():
-        rows = _rows(canvas, specs, measure)
+        rows = [
+            row
+            for spec in specs
+            for row in canvas.at_the_end(
+                quantity, measure.of(spec), quantity.title, method=spec_title(spec)
+            )
+        ]
         if not rows:
             continue
         # the names of the methods are beside the first panel
@@ -191,17 +184,6 @@ def methods(canvas: Canvas) -> Drawn | None:
         zero = [] if x.is_log else [level(0.0, "x")]
         panels.append((rows, panel([*zero, values], "", 2, ROW_PIXELS * len(specs))))
     return drawn(panels, 2)
-
-
-def _rows(canvas: Canvas, specs: list[str], measure: Column) -> Rows:
-    quantity, rows = MEASURES[measure], []
-    for spec in specs:
-        column = measure.of(spec)
-        for run, row in canvas.last_rows(column).items():
-            look, method = canvas.runs.looks[run], spec_title(spec)
-            values = quantity.values(row[column], interval_of(row, column))
-            rows.append(described(row, quantity.title, look, method=method) | values)
-    return rows
 
 
 def _below_each_other(canvas: Canvas) -> Chart:
@@ -224,7 +206,13 @@ def tasks(canvas: Canvas) -> Drawn | None:
     category: Chart = {"field": "task", "type": "nominal", "title": "", "sort": list(names)}
     columns, panels = columns_of(len(settings.specs)), []
     for spec in settings.specs:
-        rows = [row for task, key in names.items() for row in _of_task(canvas, spec, task, key)]
+        rows = [
+            row
+            for task, key in names.items()
+            for row in canvas.at_the_end(
+                LOST, DEGRADATION.of(spec, key), spec_title(spec), task=task
+            )
+        ]
         if rows:
             offset = _below_each_other(canvas)
             values = marks(rows, canvas.runs, LOST, category, has_line=False, yOffset=offset)
@@ -232,12 +220,3 @@ def tasks(canvas: Canvas) -> Drawn | None:
             chart = panel([level(0.0, "x"), values], rows[0]["panel"], columns, height)
             panels.append((rows, chart))
     return drawn(panels, columns)
-
-
-def _of_task(canvas: Canvas, spec: str, task: str, key: str) -> Rows:
-    column, looks = DEGRADATION.of(spec, key), canvas.runs.looks
-    return [
-        described(row, spec_title(spec), looks[run], task=task)
-        | LOST.values(row[column], interval_of(row, column))
-        for run, row in canvas.last_rows(column).items()
-    ]

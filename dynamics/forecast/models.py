@@ -215,8 +215,7 @@ class ForecastScore:
 def back_test(cooldowns: Sequence[Cooldown]) -> list[ForecastScore]:
     """Return the models' scores, leaving out all seeds of a cooldown's group with it.
 
-    Args:
-        cooldowns: measured ones; one without an end is not scored.
+    A cooldown without an end is not scored.
 
     Example: errors that halve; persistence, the first model, forecasts that they stay.
         >>> cooldowns = [

@@ -119,11 +119,6 @@ def _error(row: Row, spec: str) -> float | None:
     return error if error and error > 0 else None
 
 
-def all_cooldowns(sources: Sequence[MeasuredStudy], spec: str) -> list[Cooldown]:
-    """Return the cooldowns of all studies."""
-    return [cooldown for source in sources for cooldown in source.cooldowns(spec)]
-
-
 def back_test_tables(evidence: Evidence) -> list[Table]:
     """Return a table of the models' scores; none for a study without measured cooldowns."""
     body, verdicts = [], []
@@ -177,7 +172,8 @@ def forecast_lines(
         if start is None:
             yield f"  {spec_title(spec)}: no checkpoint of the stable phase is measured yet"
             continue
-        learned = _teaching(all_cooldowns([source, *others], spec), start)
+        cooldowns = [each for measured in (source, *others) for each in measured.cooldowns(spec)]
+        learned = _teaching(cooldowns, start)
         growth = (
             median(cooldown.growth for cooldown in learned) if learned else math.log(1 + COOLDOWN)
         )

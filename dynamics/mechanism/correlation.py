@@ -123,13 +123,10 @@ class Ratio(NamedTuple):
 
 
 def mean_ratio(logarithms: Mapping[str, Sequence[float]]) -> Ratio | None:
-    """Return the mean of some logarithms of ratios by training; None with too few trainings.
+    """Return the mean of natural logarithms of ratios, by training; None with too few trainings.
 
     The unit is the training: those of one are averaged first, and Student's interval is over the
     averages.
-
-    Args:
-        logarithms: natural, by training.
 
     Example: 2, the geometric mean 4 of 2 and 8, and 8.
         >>> log = math.log

@@ -57,8 +57,7 @@ def cast_cache(
         values = ScaledCast(ranges.largest_2[1], f"{block.prefix}: its values")
     else:
         keys = values = TokenCast(int(spec.kv.removeprefix("int")))
-    rotation_FF = places.head_rotation
-    cache = CacheCast(RotatedCast(keys, rotation_FF), RotatedCast(values, rotation_FF))
+    cache = CacheCast(keys, values, places.head_rotation)
     attach(block, cache)
     return cache
 
@@ -123,8 +122,8 @@ class ScaledCast(nn.Module):
         return cast_BHLF
 
 
-class RotatedCast(nn.Module):
-    """Keys, or values, as attention reads them back: x -> C(x R) R^T with a cast C.
+class CacheCast(nn.Module):
+    """Keys and values as attention reads them back, each by its own cast C: x -> C(x R) R^T.
 
     Rotated queries have the same products with rotated keys as plain queries with keys rotated
     back, and values can be rotated back before they are mixed. So what is rounded is what QuaRot
@@ -133,29 +132,22 @@ class RotatedCast(nn.Module):
 
     rotation_FF: Tensor | None
 
-    def __init__(self, cast: nn.Module, rotation_FF: Tensor | None = None) -> None:
+    def __init__(
+        self, keys: nn.Module, values: nn.Module, rotation_FF: Tensor | None = None
+    ) -> None:
         super().__init__()
-        self.cast = cast
+        self.keys, self.values = keys, values
         self.register_buffer("rotation_FF", _single(rotation_FF))
 
-    def forward(self, x_BHLF: Tensor) -> Tensor:
-        """Cast [..., F] and back, computed in fp32, to the dtype it has."""
-        cast_BHLF: Tensor = self.cast(_cached(x_BHLF, self.rotation_FF))
+    def forward(self, keys_BHLF: Tensor, values_BHLF: Tensor) -> tuple[Tensor, Tensor]:
+        """Cast both and back, computed in fp32, to the dtype they have."""
+        return self._cast(self.keys, keys_BHLF), self._cast(self.values, values_BHLF)
+
+    def _cast(self, cast: nn.Module, x_BHLF: Tensor) -> Tensor:
+        cast_BHLF: Tensor = cast(_cached(x_BHLF, self.rotation_FF))
         if self.rotation_FF is not None:
             cast_BHLF = cast_BHLF @ self.rotation_FF.T
         return cast_BHLF.to(x_BHLF.dtype)
-
-
-class CacheCast(nn.Module):
-    """Keys and values as attention reads them back, each by its own cast."""
-
-    def __init__(self, keys: RotatedCast, values: RotatedCast) -> None:
-        super().__init__()
-        self.keys, self.values = keys, values
-
-    def forward(self, keys_BHLF: Tensor, values_BHLF: Tensor) -> tuple[Tensor, Tensor]:
-        """Cast both and back."""
-        return self.keys(keys_BHLF), self.values(values_BHLF)
 
     def scales(self) -> dict[str, Tensor]:
         """Return `k_scale` and `v_scale`, fp32 [1], as compressed-tensors names them.
@@ -163,10 +155,9 @@ class CacheCast(nn.Module):
         They are for rotated keys and values, if those are rotated. UserError if every token has
         scales of its own.
         """
-        keys, values = self.keys.cast, self.values.cast
-        if not isinstance(keys, ScaledCast) or not isinstance(values, ScaledCast):
+        if not isinstance(self.keys, ScaledCast) or not isinstance(self.values, ScaledCast):
             raise UserError("a checkpoint holds scales of an FP8 cache alone; give kvfp8")
-        return {"k_scale": keys.scale, "v_scale": values.scale}
+        return {"k_scale": self.keys.scale, "v_scale": self.values.scale}
 
 
 class CacheRanges(nn.Module):

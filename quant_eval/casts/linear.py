@@ -87,11 +87,6 @@ class CastLinear(nn.Module):
         outputs = self.output.restored(multiply(inputs, self.weight))  # rows times L^-1 = L^T
         return outputs if self.bias is None else outputs + self.bias
 
-    def dense_weight(self) -> Tensor:
-        """Return the weight in the model's own basis, L Q_w(L^T W T) T^-1, fp32 [O, I]."""
-        weight_OI = self.inputs.transform.restored(self.weight.float())
-        return weight_OI if self.output is None else self.output.restored(weight_OI.T).T
-
 
 def shifted_bias(weight_OI: Tensor, bias: Tensor | None, transform: Transform) -> Tensor | None:
     """Return W b + bias of a linear's own weight, as in BASE-Q (arXiv:2506.15689), summed in fp64.

@@ -18,13 +18,13 @@ from base.ranks import Ranks
 from ckpt_tools.hf.measured import Linear
 from quant_eval.casts.activations import ActivationCast, MixedCast, activation_cast
 from quant_eval.casts.linear import CastLinear, share_inputs, shifted_bias
-from quant_eval.group import Group, Rounded, RoundedGroup
+from quant_eval.group import LinearGroup, Rounded, RoundedGroup
 from quant_eval.model.streamed import Block
 from quant_eval.quantizer import QuantSpec
 from quant_eval.rounding.inputs import InputStatistics
-from quant_eval.transforms.fitting import GroupStatistics, fit_transform
+from quant_eval.transforms.fitting import fit_transform
 from quant_eval.transforms.placement import Places
-from quant_eval.transforms.steps import Transform, compose
+from quant_eval.transforms.steps import Transform
 from train.model.families import SITES
 
 Keep = Callable[[str, Rounded, Transform], None]
@@ -108,11 +108,20 @@ class GroupQuantizer:
     ) -> Transform:
         """Return the transform of a site from its inputs, where they are known, and weights."""
         if not self._spec.is_transformed:
-            return compose()
+            return Transform()
         mean_I = statistics.mean() if statistics else None
         largest_I = statistics.largest(mean_I if self._spec.shift else None) if statistics else None
-        known = GroupStatistics(hessian_II, largest_I, mean_I, weight_OI, block.gain(site))
-        return fit_transform(self._spec, site, self._places, known, seed)
+        return fit_transform(
+            self._spec,
+            site,
+            self._places,
+            weight_OI,
+            seed,
+            hessian_II=hessian_II,
+            largest_I=largest_I,
+            mean_I=mean_I,
+            gain_I=block.gain(site),
+        )
 
     def _round(
         self,
@@ -129,7 +138,7 @@ class GroupQuantizer:
             stacked_OI = self._rotated(linears, stacked_OI, transform)
             hessian_II = None if hessian_II is None else transform.hessian(hessian_II)
         theirs = [linear.weight for linear in library.values()] if library else []
-        group = Group(
+        group = LinearGroup(
             name=next(iter(linears)),
             sizes=_sizes(linears),
             weight_OI=stacked_OI,

@@ -108,8 +108,7 @@ class BlockQuantizer:
             return {}
         reading = next(iter(block.linears()[0].values()))
         sampled = sample(self._x, reading.in_features, reading.weight.dtype, self._ranks)
-        contexts = [self._context] * len(sampled)
-        return learn_transforms(block, sampled, contexts, self.spec, seed, self._ranks)
+        return learn_transforms(block, sampled, self._context, self.spec, seed, self._ranks)
 
     def _seed(self, block: Block) -> int:
         """Return the seed of a block's random signs and of what it learns."""

@@ -109,9 +109,9 @@ def figures_of(
         a_KD = np.stack([figures[name][0] for figures in by_draw])
         statistics.append(Statistic(name, a_KD.mean(0), b_D, logarithmic=name in POSITIVE))
         values_of[name] = a_KD.sum(1) / b_D.sum()
-        draws.append(_calibration_draws(a_KD, b_D) if seeds > 1 else None)
+        draws.append(_error_of_draws(a_KD, b_D) if seeds > 1 else None)
 
-    estimates = resample(statistics, draws, samples=samples, seed=seed)
+    estimates = resample(statistics, draws, num_draws=seeds, samples=samples, seed=seed)
     intervals = {estimate.name: estimate.interval(level) for estimate in estimates}
     low, high = intervals["top1_agreement"]
     intervals["top1_agreement"] = [max(low, 0.0), min(high, 1.0)]  # a share
@@ -123,9 +123,9 @@ def figures_of(
             statistic.name: {
                 "documents": statistic.standard_error
                 * (statistic.value if statistic.logarithmic else 1.0),
-                "draws": draw and draw.standard_error,
+                "draws": error_of_draws,
             }
-            for statistic, draw in zip(statistics, draws, strict=True)
+            for statistic, error_of_draws in zip(statistics, draws, strict=True)
         },
         "interval": {
             "level": level,
@@ -149,7 +149,7 @@ def _fractions_of(losses: PairedLosses) -> dict[str, tuple[Floats, Floats]]:
     return fractions(losses.tokens, losses.nll, losses.nll_quantized, losses.kl, losses.agreements)
 
 
-def _calibration_draws(a_KD: Floats, b_D: Floats) -> DrawsError:
+def _error_of_draws(a_KD: Floats, b_D: Floats) -> float:
     """Return what the draw adds to the standard error beyond what documents show of it."""
     seeds, num_documents = a_KD.shape
     ratio_K = a_KD.sum(1) / b_D.sum()
@@ -159,7 +159,8 @@ def _calibration_draws(a_KD: Floats, b_D: Floats) -> DrawsError:
         num_documents / (num_documents - 1) * (departure_KD**2).sum() / (seeds * (seeds - 1))
     )
     variance = max(0.0, float(ratio_K.var(ddof=1) / seeds - interaction))
-    return DrawsError(variance**0.5, seeds)
+    standard_error: float = variance**0.5
+    return standard_error
 
 
 def _spread(values_K: Floats) -> dict[str, Any]:
@@ -297,16 +298,13 @@ class Resampled:
         return [self.value - half_width, self.value + half_width]
 
 
-@dataclass(frozen=True)
-class DrawsError:
-    """The part of calibration draws: standard error of a statistic's mean over K of them."""
-
-    standard_error: float
-    seeds: int
-
-
 def resample(
-    statistics: Sequence[Statistic], draws: Sequence[DrawsError | None], *, samples: int, seed: int
+    statistics: Sequence[Statistic],
+    errors_of_draws: Sequence[float | None],
+    *,
+    num_draws: int,
+    samples: int,
+    seed: int,
 ) -> list[Resampled]:
     """Draw documents with replacement, the same ones for every statistic, and studentise each.
 
@@ -315,14 +313,15 @@ def resample(
 
     Args:
         statistics: of the same documents.
-        draws: for each statistic, the calibration draws its value is the mean of; None: documents
-            are all that varies.
+        errors_of_draws: for each statistic, the standard error of its mean over calibration
+            draws; None: documents are all that varies.
+        num_draws: K, of calibration draws.
         samples: how often documents are drawn.
         seed: of the draws.
 
     Example: the mean of 0 to 39, -+ about twice its standard error of 1.87.
         >>> mean = Statistic("mean", np.arange(40.0), np.ones(40))
-        >>> (resampled,) = resample([mean], [None], samples=999, seed=0)
+        >>> (resampled,) = resample([mean], [None], num_draws=1, samples=999, seed=0)
         >>> [round(end, 1) for end in resampled.interval(0.95)]
         [15.8, 23.2]
     """
@@ -347,14 +346,13 @@ def resample(
 
     # the part of the calibration draws, independent of the documents
     resampled = []
-    for statistic, draw, t_S in zip(statistics, draws, t_of, strict=True):
+    for statistic, error_of_draws, t_S in zip(statistics, errors_of_draws, t_of, strict=True):
         error_S = statistic.standard_error * t_S
-        if draw:
+        if error_of_draws is not None:
             scale = statistic.value if statistic.logarithmic else 1.0
-            student_S = np.random.default_rng((seed, draw.seeds)).standard_t(
-                draw.seeds - 1, size=samples
-            )
-            error_S = error_S + draw.standard_error / scale * student_S
+            draws = np.random.default_rng((seed, num_draws))
+            student_S = draws.standard_t(num_draws - 1, size=samples)
+            error_S = error_S + error_of_draws / scale * student_S
         resampled.append(
             Resampled(statistic.name, statistic.value, np.abs(error_S), statistic.logarithmic)
         )

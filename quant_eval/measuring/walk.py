@@ -158,7 +158,9 @@ class _Passes:
         self, variants: Sequence[Variant], libraries: Sequence[StreamedModel | None]
     ) -> tuple[list[list[Linear]], list[Evaluated]]:
         """Return the errors of each variant's linears, and its evaluated text after all blocks."""
-        model, full = self._model, self._evaluated()
+        model, full = self._model, None
+        if self._data is not None:
+            full = evaluated_stream(model, self._data, self._share, self.room.on_device)
         runs_full = self._final is None or any(variant.by_block for variant in variants)
         evaluated = [Evaluated(full, variant.by_block) for variant in variants] if full else []
         quantizers = self._quantizers(variants)
@@ -201,11 +203,6 @@ class _Passes:
             (next(losses), [next(losses) for _ in text.alone], [next(losses) for _ in text.others])
             for text in evaluated
         ]
-
-    def _evaluated(self) -> Stream | None:
-        if self._data is None:
-            return None
-        return evaluated_stream(self._model, self._data, self._share, self.room.on_device)
 
     def _quantizers(self, variants: Sequence[Variant]) -> list[BlockQuantizer]:
         quantizers, buffers = list[BlockQuantizer](), Buffers()

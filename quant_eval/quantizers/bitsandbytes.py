@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from base.errors import UserError
 from quant_eval.grammar import number
-from quant_eval.group import Group, RoundedGroup
+from quant_eval.group import LinearGroup, RoundedGroup
 from quant_eval.quantizer import GroupSpec, QuantSpec
 
 NF4_GROUP_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # of bitsandbytes
@@ -30,7 +30,7 @@ class Int8(QuantSpec):
         ge=0, description="activations above it stay in 16 bits; 0: none do"
     )
 
-    def round(self, group: Group) -> RoundedGroup:
+    def round(self, group: LinearGroup) -> RoundedGroup:
         """Round the weights of modules that compute in place of the linears."""
         import torch
 
@@ -68,7 +68,7 @@ class NF4(GroupSpec):
             raise UserError(f"nf4 does not take groups of {self.group_size}; choose one of {sizes}")
         super().check_sizes(name, shape)
 
-    def round(self, group: Group) -> RoundedGroup:
+    def round(self, group: LinearGroup) -> RoundedGroup:
         """Round every weight by itself."""
         from quant_eval.rounding.bitsandbytes import nf4_dense
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quant_eval.group import Group, RoundedGroup
+from quant_eval.group import LinearGroup, RoundedGroup
 from quant_eval.quantizer import ColumnSpec
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ class GPTQ(ColumnSpec):
     title = "GPTQ"
     source = "Frantar et al. 2022, arXiv:2210.17323, algorithm 1 (quant_eval/rounding/gptq.py)"
 
-    def round(self, group: Group) -> RoundedGroup:
+    def round(self, group: LinearGroup) -> RoundedGroup:
         """Round the columns of every rank's rows."""
         from quant_eval.rounding.gptq import gptq
         from quant_eval.rounding.grid import largest_of
@@ -27,7 +27,7 @@ class GPTQ(ColumnSpec):
         rounded = group.by_rows(lambda rows_OI: gptq(rows_OI, prepared, self, largest))
         return RoundedGroup(rounded.dense(), rounded)
 
-    def _prepared(self, group: Group) -> Preparation:
+    def _prepared(self, group: LinearGroup) -> Preparation:
         """Return the factor of the group's Hessian, in which bits have no part."""
         from quant_eval.rounding.gptq import prepare
 

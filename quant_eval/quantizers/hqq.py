@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quant_eval.group import Group, Rounded, RoundedGroup
+from quant_eval.group import LinearGroup, Rounded, RoundedGroup
 from quant_eval.quantizer import GridSpec, GroupSpec
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class HQQ(GroupSpec):
     )
     is_calibrated = False
 
-    def round(self, group: Group) -> RoundedGroup:
+    def round(self, group: LinearGroup) -> RoundedGroup:
         """Round every group of weights by itself."""
         return RoundedGroup(group.by_rows(self._rounded).dense())
 

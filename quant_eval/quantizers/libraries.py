@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from base.errors import UserError
 from quant_eval.grammar import number
-from quant_eval.group import Group, RoundedGroup
+from quant_eval.group import LinearGroup, RoundedGroup
 from quant_eval.quantizer import (
     Damping,
     GroupSpec,
@@ -34,7 +34,7 @@ class LibrarySpec(GroupSpec):
 
     symmetric: Symmetric = True
 
-    def round(self, group: Group) -> RoundedGroup:
+    def round(self, group: LinearGroup) -> RoundedGroup:
         """Return the weights that the library left."""
         assert group.library_OI is not None
         return RoundedGroup(group.library_OI)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 
 from quant_eval.grammar import number
-from quant_eval.group import Group, RoundedGroup
+from quant_eval.group import LinearGroup, RoundedGroup
 from quant_eval.quantizer import (
     CASTS,
     ColumnSpec,
@@ -53,7 +53,7 @@ class MixedSpec(GroupSpec):
             damping=self.damping,
         )
 
-    def round(self, group: Group) -> RoundedGroup:
+    def round(self, group: LinearGroup) -> RoundedGroup:
         """Round the inputs that are not kept, then move those that are."""
         from quant_eval.rounding.gptq import factored
         from quant_eval.rounding.mixed import Mixed, kept_last, num_kept, round_mixed

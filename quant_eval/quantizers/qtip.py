@@ -5,7 +5,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from quant_eval.grammar import number
-from quant_eval.group import Group, RoundedGroup
+from quant_eval.group import LinearGroup, RoundedGroup
 from quant_eval.quantizer import CACHE, Damping, QuantSpec
 from quant_eval.sizes import check_tiles
 
@@ -39,7 +39,7 @@ class QTIP(QuantSpec):
         check_tiles(inputs, f"inputs of {name}", self.bits)
         check_tiles(outputs, f"outputs of {name}", self.bits)
 
-    def round(self, group: Group) -> RoundedGroup:
+    def round(self, group: LinearGroup) -> RoundedGroup:
         """Round the tiles of every rank's rows."""
         from quant_eval.rounding.trellis import qtip
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from quant_eval.formats import FORMATS
-from quant_eval.group import Group, RoundedGroup
+from quant_eval.group import LinearGroup, RoundedGroup
 from quant_eval.quantizer import GridSpec
 
 
@@ -15,7 +15,7 @@ class RTN(GridSpec):
     source = "rounding to nearest on min-max grids (quant_eval/rounding/grid.py)"
     is_calibrated = False
 
-    def round(self, group: Group) -> RoundedGroup:
+    def round(self, group: LinearGroup) -> RoundedGroup:
         """Round every weight by itself."""
         from quant_eval.rounding.grid import largest_of, round_to_nearest
 

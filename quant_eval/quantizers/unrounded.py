@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quant_eval.group import Group, RoundedGroup
+from quant_eval.group import LinearGroup, RoundedGroup
 from quant_eval.quantizer import CASTS, COMPRESSED, TRANSFORMS, QuantSpec
 
 
@@ -18,7 +18,7 @@ class Unrounded(QuantSpec):
     saved = (COMPRESSED,)
     rounds_weights = False
 
-    def round(self, group: Group) -> RoundedGroup:
+    def round(self, group: LinearGroup) -> RoundedGroup:
         """Return the weights."""
         return RoundedGroup(group.weight_OI)
 

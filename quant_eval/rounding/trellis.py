@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from base.errors import UserError
-from quant_eval.group import Group
+from quant_eval.group import LinearGroup
 from quant_eval.rounding.gptq import ROW_MULTIPLE, factored
 from quant_eval.rounding.trellis_code import Trellis
 from quant_eval.sizes import TILE, check_tiles
 from quant_eval.transforms.hadamard import hadamard_steps
-from quant_eval.transforms.steps import Transform, compose
+from quant_eval.transforms.steps import Transform
 
 # Weights have 0.9 of the deviation of the code's values, as in the authors' script: large ones are
 # in reach. Of normal ones, the error is 10% less than with 1 at 4 bits, 1% more at 2.
@@ -26,7 +26,7 @@ DEVIATION = 0.9
 
 
 @torch.no_grad()
-def qtip(group: Group, bits: int, states: int, damping: float) -> Tensor:
+def qtip(group: LinearGroup, bits: int, states: int, damping: float) -> Tensor:
     """Return the quantized weights of linears that read one input, in the basis they are given in.
 
     With S and T random signs times a Hadamard matrix, W' = S^T W T is rounded on inputs with the
@@ -130,4 +130,4 @@ def dense_tiles(codes_RIC: Tensor, trellis: Trellis) -> Tensor:
 
 def _rotation(width: int, seed: Sequence[int], device: torch.device) -> Transform:
     """Return random signs and a Hadamard matrix."""
-    return compose(*hadamard_steps(width, seed=seed)).to(device)
+    return Transform(*hadamard_steps(width, seed=seed)).to(device)

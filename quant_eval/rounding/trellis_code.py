@@ -15,8 +15,6 @@ import math
 import torch
 from torch import Tensor
 
-from base.errors import UserError
-
 # The cost of every state of a batch of sequences fits the cache of one core, or of a GPU.
 CPU_COSTS, GPU_COSTS = 1 << 18, 1 << 22
 
@@ -36,12 +34,8 @@ class Trellis:
     """
 
     def __init__(self, bits: int, log_states: int, device: torch.device) -> None:
-        """Refuse fewer than 2^(2k) states, which would share no bits with the next but one."""
-        if log_states < 2 * bits:
-            raise UserError(
-                f"a trellis of {bits} bits a weight needs states of {2 * bits} bits or more, not"
-                f" {log_states}; give -l{max(12, 2 * bits)}"
-            )
+        """States have 2k bits or more: fewer would share none with the next but one."""
+        assert log_states >= 2 * bits
         self.bits, self._log_states = bits, log_states
         self.values = computed_values(log_states).to(device)
         self._room = torch.empty(0, device=device)  # kept: new pages take longer than the search

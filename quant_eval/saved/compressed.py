@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from base.errors import UserError
 from ckpt_tools.formats.weights import Described, Weights, read_whole
 from quant_eval.casts.activations import cast_args
-from quant_eval.casts.attention import CacheCast, RotatedCast, ScaledCast, attach
+from quant_eval.casts.attention import CacheCast, ScaledCast, attach
 from quant_eval.casts.linear import CastLinear
 from quant_eval.group import Rounded
 from quant_eval.model.streamed import Block
@@ -103,13 +103,18 @@ class CompressedFormat:
     @property
     def settings(self) -> dict[str, Any]:
         """The value of `quantization_config` in config.json."""
-        from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+        from compressed_tensors.quantization import (
+            QuantizationArgs,
+            QuantizationConfig,
+            QuantizationStatus,
+        )
 
+        cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
         config = QuantizationConfig(
             config_groups={GROUP: self._scheme} if self._scheme else {},
             format=str(self._scheme.format) if self._scheme else "dense",
             quantization_status=QuantizationStatus.COMPRESSED,
-            kv_cache_scheme=cache_args() if self._has_cache_scales else None,
+            kv_cache_scheme=cache if self._has_cache_scales else None,
             ignore=self._ignored,
         )
         transforms = self._transforms.config()
@@ -337,13 +342,6 @@ def _weight_args(spec: GridSpec) -> "QuantizationArgs":
     )
 
 
-def cache_args() -> "QuantizationArgs":
-    """Return the arguments that quantize an FP8 cache."""
-    from compressed_tensors.quantization import QuantizationArgs
-
-    return QuantizationArgs(num_bits=8, type="float", strategy="tensor")
-
-
 def cast_inputs(linear: nn.Linear, args: "QuantizationArgs", scales: dict[str, Tensor]) -> None:
     """Let a linear cast its inputs, as compressed-tensors does it."""
     from compressed_tensors.quantization import (
@@ -372,7 +370,6 @@ def transform(linear: nn.Linear, inputs: Transform | None, outputs: Transform | 
 
 def cast_cache(block: Block, keys: Tensor, values: Tensor) -> None:
     """Let a block's attention read keys and values through FP8 with these scales."""
-    casts = [ScaledCast(torch.ones(1), owner) for owner in ("keys", "values")]
-    for cast, scale in zip(casts, (keys, values), strict=True):
-        cast.scale = scale
-    attach(block, CacheCast(*map(RotatedCast, casts)))
+    key_cast, value_cast = (ScaledCast(torch.ones(1), owner) for owner in ("keys", "values"))
+    key_cast.scale, value_cast.scale = keys, values
+    attach(block, CacheCast(key_cast, value_cast))

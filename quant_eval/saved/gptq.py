@@ -33,7 +33,6 @@ Format = Literal["gptq", "gptq_v2"]
 WORD_BITS = 32
 # A format subtracts this from a zero before it stores it: "gptq" has no place for a zero of 0.
 ZERO_OFFSETS: dict[Format, int] = {"gptq": 1, "gptq_v2": 0}
-PACKED = ("qweight", "qzeros", "scales", "g_idx")  # in place of "weight"
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # that gptqmodel takes, besides a whole row
 WHOLE_ROW = -1
 

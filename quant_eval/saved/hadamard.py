@@ -22,7 +22,7 @@ from base.errors import UserError
 from quant_eval.quantizer import QuantSpec
 from quant_eval.transforms.hadamard import hadamard_steps
 from quant_eval.transforms.placement import RESIDUAL_SIGNS, Place, places_of
-from quant_eval.transforms.steps import Transform, compose
+from quant_eval.transforms.steps import Transform
 from train.model.families import SITES, family_of
 
 if TYPE_CHECKING:  # they take seconds to import
@@ -52,7 +52,7 @@ class Matrix:
     def transform(self, width: int) -> Transform:
         """Return the transform of `width` features."""
         seed = (RESIDUAL_SIGNS,) if self.kind == "rhad" else None
-        return compose(*hadamard_steps(width, self.size, seed))
+        return Transform(*hadamard_steps(width, self.size, seed))
 
     def stored(self) -> Tensor:
         """Return the matrix M as +1 and -1, bf16 [size, size]: rows x become x M / sqrt(size)."""

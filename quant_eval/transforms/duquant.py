@@ -8,7 +8,7 @@ Shapes: I input features, G blocks of K features.
 import torch
 from torch import Tensor
 
-from quant_eval.transforms.steps import Blocks, Permutation, compose
+from quant_eval.transforms.steps import Blocks, Permutation, Transform
 
 MOST_ROTATIONS = 256  # greedy steps, the authors' setting
 
@@ -29,12 +29,12 @@ def duquant_steps(hessian_II: Tensor, block: int) -> tuple[Blocks, Permutation, 
 
     Example: the mean square 16 of one feature is spread evenly over all four.
         >>> hessian_II = torch.tensor([16.0, 1.0, 1.0, 1.0]).double().diag()
-        >>> sizes_I = compose(*duquant_steps(hessian_II, block=2)).hessian(hessian_II).diagonal()
+        >>> sizes_I = Transform(*duquant_steps(hessian_II, block=2)).hessian(hessian_II).diagonal()
         >>> [round(size, 2) for size in sizes_I.tolist()]
         [4.75, 4.75, 4.75, 4.75]
     """
     first = Blocks(_greedy_rotations(_diagonal_blocks(hessian_II, block)))
-    rotated_II = compose(first).hessian(hessian_II)
+    rotated_II = Transform(first).hessian(hessian_II)
     order_I = _zigzag(rotated_II.diagonal(), block)
     permuted_II = rotated_II[order_I[:, None], order_I]
     second = Blocks(_greedy_rotations(_diagonal_blocks(permuted_II, block)))

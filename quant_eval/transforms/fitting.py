@@ -5,7 +5,6 @@
 Shapes: O output features, I input features.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from torch import Tensor
@@ -14,34 +13,24 @@ from base.errors import UserError
 from quant_eval.transforms.duquant import duquant_steps
 from quant_eval.transforms.hadamard import hadamard_steps
 from quant_eval.transforms.placement import RESIDUAL_SIGNS, Place, Places
-from quant_eval.transforms.steps import Diagonal, Step, Transform, compose
+from quant_eval.transforms.steps import Diagonal, Transform, TransformStep
 from train.model.families import SITES
 
 if TYPE_CHECKING:
     from quant_eval.quantizer import QuantSpec
 
 
-@dataclass(frozen=True)
-class GroupStatistics:
-    """The inputs and the weights of a group, as far as they are known.
-
-    Attributes:
-        hessian_II: float64, the mean of x x^T over the calibration tokens.
-        largest_I: max|x|; where the spec shifts, max|x - mean|.
-        mean_I: of x.
-        weight_OI: fp32, the group's linears stacked along O.
-        gain_I: of the norm before the group, where `Place.folds_gain`.
-    """
-
-    hessian_II: Tensor | None
-    largest_I: Tensor | None
-    mean_I: Tensor | None
-    weight_OI: Tensor
-    gain_I: Tensor | None = None
-
-
 def fit_transform(
-    spec: "QuantSpec", site: str, places: Places, statistics: GroupStatistics, seed: int
+    spec: "QuantSpec",
+    site: str,
+    places: Places,
+    weight_OI: Tensor,
+    seed: int,
+    *,
+    hessian_II: Tensor | None = None,
+    largest_I: Tensor | None = None,
+    mean_I: Tensor | None = None,
+    gain_I: Tensor | None = None,
 ) -> Transform:
     """Return the transform of a site: shift, then smoothing, then rotation.
 
@@ -53,8 +42,13 @@ def fit_transform(
         spec: which transforms; learned rotations are not fitted here.
         site: one of SITES.
         places: of the model's blocks, which say what rotates the site.
-        statistics: of the inputs, where the spec needs calibration, and of the weights.
+        weight_OI: fp32, the linears that read the site, stacked along O.
         seed: of a block's own random signs.
+        hessian_II: float64, the mean of x x^T over the calibration tokens; this and what follows
+            may be None where the spec does not need it.
+        largest_I: max|x|; where the spec shifts, max|x - mean|.
+        mean_I: of x.
+        gain_I: of the norm before the site, where `Place.folds_gain`.
 
     Returns:
         The transform on the device of the weights, the identity if nothing is transformed.
@@ -62,30 +56,28 @@ def fit_transform(
     Raises:
         UserError: a gain that is to be folded is 0.
     """
-    shift_I = None
-    if spec.shift:
-        assert statistics.mean_I is not None
-        shift_I = statistics.mean_I
-    steps: list[Step] = []
+    assert mean_I is not None or not spec.shift
+    shift_I = mean_I if spec.shift else None
+    steps: list[TransformStep] = []
     if spec.smooth is not None:
-        assert statistics.largest_I is not None
-        steps.append(smoothing(statistics.largest_I, statistics.weight_OI, spec.smooth))
+        assert largest_I is not None
+        steps.append(smoothing(largest_I, weight_OI, spec.smooth))
     place = places.sites[site]
     if place.folds_gain:
-        steps.append(_gain(statistics.gain_I, site))
+        steps.append(_gain(gain_I, site))
     match place.kind:
         case "none":
             pass
         case "hadamard":
             steps += hadamard_steps(place.width, place.block, _seed(place, site, seed), place.kept)
         case "duquant":
-            assert statistics.hessian_II is not None
+            assert hessian_II is not None
             assert place.block is not None
-            before = compose(*steps, shift_I=shift_I)
-            steps += duquant_steps(before.hessian(statistics.hessian_II), place.block)
+            before = Transform(*steps, shift_I=shift_I)
+            steps += duquant_steps(before.hessian(hessian_II), place.block)
         case _:
             assert_never(place.kind)
-    return compose(*steps, shift_I=shift_I).to(statistics.weight_OI.device)
+    return Transform(*steps, shift_I=shift_I).to(weight_OI.device)
 
 
 def smoothing(largest_I: Tensor, weight_OI: Tensor, alpha: float) -> Diagonal:

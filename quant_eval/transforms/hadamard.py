@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from quant_eval.sizes import hadamard_factors
-from quant_eval.transforms.steps import Diagonal, Kronecker, Step
+from quant_eval.transforms.steps import Diagonal, Kronecker, TransformStep
 
 
 def hadamard_steps(
     width: int, block: int | None = None, seed: Sequence[int] | None = None, kept: int = 0
-) -> list[Step]:
+) -> list[TransformStep]:
     """Return the transform of `width` features.
 
     Args:

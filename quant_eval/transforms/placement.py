@@ -24,7 +24,7 @@ from quant_eval.sizes import (
     site_widths,
 )
 from quant_eval.transforms.hadamard import hadamard_matrix, hadamard_steps
-from quant_eval.transforms.steps import Transform, compose
+from quant_eval.transforms.steps import Transform
 from train.model.families.family import Family
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Places:
         if place is None:
             return None
         seed = (RESIDUAL_SIGNS,) if place.signs == "residual" else None
-        return compose(*hadamard_steps(place.width, place.block, seed, place.kept))
+        return Transform(*hadamard_steps(place.width, place.block, seed, place.kept))
 
 
 def places_of(spec: "QuantSpec", family: Family, config: "PretrainedConfig") -> Places:
@@ -104,16 +104,11 @@ def places_of(spec: "QuantSpec", family: Family, config: "PretrainedConfig") -> 
             for site, place in sites.items()
         }
     if rotation == "duquant":
-        sites = {site: _duquant(place, site, block) for site, place in sites.items()}
+        sites = {
+            site: replace(place, kind="duquant", block=duquant_block(place.width, block))
+            for site, place in sites.items()
+        }
     return Places(sites)
-
-
-def _duquant(place: Place, site: str, block: int | None) -> Place:
-    """Return the place of DuQuant.
-
-    Inputs narrower than its block are one block.
-    """
-    return replace(place, kind="duquant", block=duquant_block(place.width, site, block))
 
 
 def _quarot(

@@ -20,7 +20,7 @@ ORTHOGONAL = 1e-10  # the largest entry of M M^T - 1 of a matrix whose inverse i
 PART_ENTRIES = 1 << 17  # of rows on a CPU: three times as fast as 4,096 or 11,008 rows at once
 
 
-class Step(nn.Module):
+class TransformStep(nn.Module):
     """One factor of a transform.
 
     `width` is the number of features it takes.
@@ -41,7 +41,7 @@ class Step(nn.Module):
         raise NotImplementedError
 
 
-class Diagonal(Step):
+class Diagonal(TransformStep):
     """T = diag(d), of factors that are not 0."""
 
     factors_I: Tensor
@@ -64,7 +64,7 @@ class Diagonal(Step):
         return self.times_inverse(rows)
 
 
-class Permutation(Step):
+class Permutation(TransformStep):
     """Feature i of the result is feature order[i] of the rows."""
 
     order_I: Tensor
@@ -89,7 +89,7 @@ class Permutation(Step):
         return self.times(rows)
 
 
-class Kronecker(Step):
+class Kronecker(TransformStep):
     """T = left x right, the Kronecker product of two invertible matrices, as two small products.
 
     With `repeats`, T is block-diagonal and has that product as each of its blocks.
@@ -127,7 +127,7 @@ class Kronecker(Step):
         return _kronecker(rows, self.left_inverse_AA.T, self.right_inverse_BB.T)
 
 
-class Blocks(Step):
+class Blocks(TransformStep):
     """T is block-diagonal: successive K features are multiplied by an invertible matrix each."""
 
     blocks_GKK: Tensor
@@ -163,11 +163,15 @@ class Transform(nn.Module):
     Attributes:
         steps: T_1, T_2, ...; none for the identity.
         shift_I: b, float64, the mean of the inputs; None if they are not shifted.
+
+    Example:
+        >>> Transform(Diagonal(torch.tensor([2.0, 4.0]))).inputs(torch.tensor([6.0, 8.0]))
+        tensor([3., 2.])
     """
 
     shift_I: Tensor | None
 
-    def __init__(self, *steps: Step, shift_I: Tensor | None = None) -> None:
+    def __init__(self, *steps: TransformStep, shift_I: Tensor | None = None) -> None:
         super().__init__()
         assert len({step.width for step in steps}) <= 1
         self.steps = nn.ModuleList(steps)
@@ -207,8 +211,8 @@ class Transform(nn.Module):
             return hessian_II
         return hessian_II - torch.outer(self.shift_I, self.shift_I)
 
-    def _sequence(self) -> list[Step]:
-        return [step for step in self.steps if isinstance(step, Step)]
+    def _sequence(self) -> list[TransformStep]:
+        return [step for step in self.steps if isinstance(step, TransformStep)]
 
     def _turns(self) -> list[Callable[[Tensor], Tensor]]:
         return [step.times_inverse_transpose for step in self._sequence()]
@@ -216,15 +220,6 @@ class Transform(nn.Module):
     def _shifted(self, x: Tensor) -> Tensor:
         assert self.shift_I is not None
         return x - self.shift_I.to(x.dtype)
-
-
-def compose(*steps: Step, shift_I: Tensor | None = None) -> Transform:
-    """Return the transform T_1 T_2 ..., the identity without steps.
-
-    >>> compose(Diagonal(torch.tensor([2.0, 4.0]))).inputs(torch.tensor([6.0, 8.0]))
-    tensor([3., 2.])
-    """
-    return Transform(*steps, shift_I=shift_I)
 
 
 def _computed(rows: Tensor, turns: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:

@@ -21,11 +21,7 @@ def free_port() -> int:
 def torchrun_of_nodes(address: str, nodes: int, ranks: int, start: str) -> tuple[str, ...]:
     """Return the words that start a program on ranks of every node; called on the first node.
 
-    Args:
-        address: of a node, with "{node}" for its name.
-        nodes: of the job.
-        ranks: on each.
-        start: of the element.
+    "{node}" in the address stands for a node's name.
     """
     head, port = address.replace("{node}", os.environ["SLURMD_NODENAME"]), str(free_port())
     return (

@@ -45,10 +45,7 @@ def advance(
 ) -> dict[str, int]:
     """Submit every element whose inputs exist; return how many, by array.
 
-    Args:
-        study_dir: a study that was submitted.
-        ending: "JOB_INDEX" of the caller, which runs still and is about to end.
-        patience_seconds: how long to wait for another command that is submitting.
+    `ending` is "JOB_INDEX" of the caller, which runs still and is about to end.
 
     Raises:
         UserError: SLURM does not answer or refuses a script, or another command is submitting.

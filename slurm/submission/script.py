@@ -189,11 +189,8 @@ def allocation_options(
 ) -> list[str]:
     """Return the options of sbatch or salloc for what a job of the kind runs on.
 
-    Args:
-        site: the cluster.
-        kind: of the job.
-        nodes: how many; None: as the site says.
-        excluded: nodes that the job does not go to, besides those of the site.
+    Without `nodes` there are as many as the site says; `excluded` ones come on top of the
+    site's.
     """
     resources = site.resources_of(kind)
     options = [f"--nodes={nodes or resources.nodes}", "--ntasks-per-node=1"]
@@ -224,12 +221,6 @@ def _options(array: JobArray, site: Site, study_dir: Path, excluded: Collection[
 
 def render(array: JobArray, site: Site, study_dir: Path, excluded: Collection[str] = ()) -> str:
     """Return the script of an array; the same arguments give the same bytes.
-
-    Args:
-        array: whose elements the script runs; which of them is said to sbatch.
-        site: the cluster.
-        study_dir: the study.
-        excluded: nodes that the job does not go to, besides those of the site.
 
     Raises:
         UserError: if the study's path cannot be used in a #SBATCH line.

@@ -137,12 +137,7 @@ def survey(
 ) -> ElementSurvey:
     """Look at the files of a study and ask SLURM once.
 
-    Args:
-        study_dir: its directory.
-        submission: its record.
-        study: the study.
-        verify: read the files of all steps again, also of those that were complete before.
-        ask: SLURM, too.
+    `verify` reads the files of all steps again, also of those that were complete before.
 
     Raises:
         UserError: SLURM does not answer.

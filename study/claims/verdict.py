@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from base.grouping import grouped
 from base.statistics import INTERVAL_LEVEL
 from quant_eval.estimate import Estimate
 from quant_eval.specs import parse_spec
@@ -105,15 +106,7 @@ class Evidence:
     @property
     def groups(self) -> dict[str, list[RunSummary]]:
         """The ends that are the same but for their seed, by the label of their group."""
-        return grouped(self.ends)
-
-
-def grouped(ends: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
-    """Return the ends that are the same but for their seed, by the label of their group."""
-    groups: dict[str, list[RunSummary]] = {}
-    for end in ends:
-        groups.setdefault(end.group, []).append(end)
-    return groups
+        return grouped(self.ends, lambda end: end.group)
 
 
 def _decays(end: RunSummary) -> bool:
@@ -159,14 +152,10 @@ class Measure:
         """The unit after a value; a share has its own sign."""
         return "" if self.figure.is_share else " nats"
 
-    def signed(self, value: float) -> str:
-        """Return a difference without its unit, but for the sign of a share."""
-        return self.figure.signed(value)
-
     def effect(self, estimate: Estimate) -> str:
         """Return an estimate with its interval, for a column whose head has the unit."""
-        low, high = map(self.signed, estimate.interval())
-        return f"{self.signed(estimate.value)} [{low}, {high}]"
+        value, low, high = map(self.figure.signed, (estimate.value, *estimate.interval()))
+        return f"{value} [{low}, {high}]"
 
     def estimated(self, estimate: Estimate) -> str:
         """Return an estimate with its interval and unit."""
@@ -175,7 +164,7 @@ class Measure:
     def sources(self, estimate: Estimate) -> str:
         """Return the standard error by every source, and what the estimate does not hold."""
         parts = [
-            f"{name} {self.signed(source.standard_error).lstrip('+')}{self.unit}"
+            f"{name} {self.figure.signed(source.standard_error).lstrip('+')}{self.unit}"
             for name, source in estimate.sources.items()
         ]
         words = f"standard errors: {', '.join(parts)}"
@@ -249,12 +238,7 @@ def needed(what: str, row: Row | None, *columns: str) -> Row:
 
 
 def decided(agreeing: int, opposing: int, count: int) -> Outcome:
-    """Return the outcome of so many comparisons.
-
-    Args:
-        agreeing: that are significant in the direction of the claim.
-        opposing: that are significant in the other.
-        count: of all comparisons.
+    """Return the outcome of `count` comparisons, some of them significant in either direction.
 
     Example:
         >>> decided(3, 0, 3), decided(2, 1, 3), decided(0, 1, 3)

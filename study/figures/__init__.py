@@ -1,1 +1,1 @@
-"""The figures of a report: `drawn` has a module for each, `charts` and `canvas` what they share."""
+"""Parts that the figures of a report share: charts, looks of runs, panels along training."""

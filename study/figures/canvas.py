@@ -1,6 +1,6 @@
 """The results of a study, and panels of them along its training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from study.released import stage_before
 from study.results.summary import lineage
 from study.results.table import Row
 from train.run.config import RunConfig
+from train.run.directory import RunDirectory
+from train.run.metrics import read_metrics
 from train.run.schedules import first_step, learning_rate
 
 MOST_RATES = 150  # points of a curve of learning rates, its corners aside
@@ -73,6 +75,7 @@ class Canvas:
         unit = "billion" if billions else "million"
         self.tokens = Quantity("training tokens", unit, domain=(0.0, end))
         self.rates = self._rates()
+        self._metrics: dict[str, Rows] = {}  # by run, read once: a probe has many figures in it
 
     def rows_of(self, run: str, column: str, average: str | None = None) -> list[Row]:
         """Return the rows of a run's weights, or of an average, that hold column and tokens."""
@@ -122,6 +125,30 @@ class Canvas:
                 )
                 rows.append(described(row, title, look, series=series) | values)
         return rows
+
+    def during(
+        self, quantity: Quantity, key: str, title: str, runs: Iterable[str], *, series: str
+    ) -> Rows:
+        """Return a figure of metrics.jsonl against tokens, of these runs."""
+        rows = []
+        for run in runs:
+            head = {"panel": title, "run": self.runs.looks[run].label, "series": series}
+            if run not in self._metrics:
+                self._metrics[run] = read_metrics(RunDirectory(self.directory / run).metrics)
+            for row in self._metrics[run]:
+                if key in row:
+                    values = self.tokens.values(row["tokens"] / self.unit)
+                    values |= quantity.values(row[key])
+                    rows.append(head | {"step": row["step"], "tokens": row["tokens"]} | values)
+        return rows
+
+    def at_the_end(self, quantity: Quantity, column: str, title: str, **more: str) -> Rows:
+        """Return a column of every run's last weights, where it is measured."""
+        return [
+            described(row, title, self.runs.looks[run], **more)
+            | quantity.values(row[column], interval_of(row, column))
+            for run, row in self.last_rows(column).items()
+        ]
 
     def curves(self, rows: Rows, quantity: Quantity, columns: int, **more: Any) -> Chart:
         """Return the panel of rows of `along`, named as they are; `more` is of the marks."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from base.grouping import grouped
 from study.figures.looks import Runs
 
 Chart = dict[str, Any]
@@ -198,10 +199,7 @@ def _points(looks: Chart, open_where: str, faint: Chart) -> list[Chart]:
 
 def replicates_of(rows: Rows, runs: Runs, match: str) -> list[Rows]:
     """Return the rows that belong together: of one group and series, with one value of `match`."""
-    together: dict[tuple[Any, ...], Rows] = {}
-    for row in rows:
-        key = (runs.group_of(row), row.get("series"), row[match])
-        together.setdefault(key, []).append(row)
+    together = grouped(rows, lambda row: (runs.group_of(row), row.get("series"), row[match]))
     return list(together.values())
 
 
@@ -240,6 +238,13 @@ def level(at: float, channel: str = "y", **style: Any) -> Chart:
     """Return a straight line across a panel."""
     mark = {"type": "rule", "color": "#999999", "strokeWidth": 0.8, "tooltip": None} | style
     return {"data": {"values": [{}]}, "mark": mark, "encoding": {channel: {"datum": at}}}
+
+
+def diagonal(x: Quantity, y: Quantity) -> Chart:
+    """Return the line of equal values of two quantities over the domain that both have."""
+    equal = [{x.label: end, y.label: end} for end in x.domain or ()]
+    axes = {"x": x.encoding(), "y": y.encoding()}
+    return data(equal, mark=DASHED | {"type": "line"}, encoding=axes)
 
 
 def panel(layers: Sequence[Chart], title: str, columns: int, height: int = HEIGHT) -> Chart:

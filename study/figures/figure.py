@@ -22,11 +22,9 @@ from study.figures.charts import ENDS, Chart, Rows, grid
 
 
 class Drawn(NamedTuple):
-    """A figure with data.
+    """A figure with data: a row per value, which are written beside it as CSV, and the chart.
 
-    Attributes:
-        rows: one per value; written beside the picture, a column per quantity with its unit.
-        chart: Vega-Lite, or a picture of matplotlib's where Vega-Lite has no such mark (contours).
+    It is matplotlib's where Vega-Lite has no such mark: contours.
     """
 
     rows: Rows
@@ -35,7 +33,10 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure as the report knows it; `draw` returns None where nothing of it is measured yet."""
+    """A figure as the report knows it; `draw` returns None where nothing of it is measured yet.
+
+    It does not apply to a study that will never hold such data. Headlines are beside the claims.
+    """
 
     name: str
     caption: str
@@ -51,14 +52,7 @@ def figure(
     *,
     headline: bool = False,
 ) -> Callable[[Callable[[Canvas], Drawn | None]], Figure]:
-    """Make a figure of a function.
-
-    Args:
-        name: of its files.
-        caption: shown below it.
-        applies: False for a study that will never hold such data.
-        headline: shown beside the claims, before all others.
-    """
+    """Make a figure of the function that draws it; see `Figure`."""
     return lambda draw: Figure(name, caption, applies, draw, headline)
 
 
@@ -111,22 +105,27 @@ def draw_all(canvas: Canvas) -> tuple[list[DrawnFigure], list[str]]:
     folder = canvas.directory / DIRECTORY
     folder.mkdir(exist_ok=True)
     for figure in figures_of(canvas.study):
-        paths = {kind: folder / f"{figure.name}.{kind}" for kind in ("csv", "png", "pdf")}
         drawing = figure.draw(canvas)
         if drawing is None:
             empty.append(figure.name)
-            for path in paths.values():
-                path.unlink(missing_ok=True)
+            for kind in ("csv", *METADATA):
+                (folder / f"{figure.name}.{kind}").unlink(missing_ok=True)
             continue
-        pictures = pictures_of(drawing.chart)
-        write_rows(drawing.rows, paths["csv"])
-        for kind, content in pictures.items():
-            with replaced_file(paths[kind]) as aside:
-                aside.write_bytes(content)
+        png = write_figure(drawing, folder / figure.name)
         chart = None if isinstance(drawing.chart, Picture) else drawing.chart
         caption = _caption(figure, chart)
-        shown.append(DrawnFigure(figure.name, caption, pictures["png"], chart, figure.headline))
+        shown.append(DrawnFigure(figure.name, caption, png, chart, figure.headline))
     return shown, empty
+
+
+def write_figure(drawing: Drawn, path: Path) -> bytes:
+    """Write PATH.csv, PATH.png and PATH.pdf; return the PNG."""
+    pictures = pictures_of(drawing.chart)
+    write_rows(drawing.rows, Path(f"{path}.csv"))
+    for kind, content in pictures.items():
+        with replaced_file(Path(f"{path}.{kind}")) as aside:
+            aside.write_bytes(content)
+    return pictures["png"]
 
 
 def _caption(figure: Figure, chart: Chart | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.colors import to_hex
 
+from base.grouping import grouped
 from study.definition import Study
 from study.results.summary import in_order
 
@@ -42,10 +43,7 @@ class Runs:
     @property
     def groups(self) -> dict[str, list[Look]]:
         """The looks by the label of their group."""
-        groups: dict[str, list[Look]] = {}
-        for look in self.looks.values():
-            groups.setdefault(look.group, []).append(look)
-        return groups
+        return grouped(self.looks.values(), lambda look: look.group)
 
     def _encoding(self, values: list[Any]) -> dict[str, Any]:
         scale = {"domain": [look.label for look in self.looks.values()], "range": values}

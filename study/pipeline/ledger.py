@@ -252,11 +252,8 @@ def gone(output: Path, kind: str) -> Path | None:
     """Return the first file that an unchanged record vouches for and that is not there whole.
 
     By existence and size: hashes of models and texts are compared where they are read. Shards of a
-    checkpoint are not looked for, since nothing but an export reads them.
-
-    Args:
-        output: the record.
-        kind: of the step that left it.
+    checkpoint are not looked for, since nothing but an export reads them. `kind` is that of the
+    step that left the record.
     """
     if kind in ("export", "average", "download") and output.name in (LINEAGE_JSON, DOWNLOAD_JSON):
         files = read_object(output).get("files", {})

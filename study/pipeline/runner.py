@@ -1,22 +1,27 @@
 """The local runner: the steps of a study in order, as many at once as cores and GPUs allow.
 
 A step runs below `supervise.py`, which ends it with all its descendants when this process is gone.
+One runner works on a study at a time, and none beside the processes of a killed one:
+STUDY/.runner.lock is held by the runner alone, STUDY/.steps.lock also by everything it started, so
+a new runner can tell another one at work from the last processes of one that was killed.
 """
 
+import math
 import os
 import select
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from base.errors import UserError
+from base.files import take_lock
 from study.machine.hardware import Hardware
 from study.pipeline import warm
 from study.pipeline.ledger import Ledger
-from study.pipeline.live import LiveView
 from study.pipeline.processes import Process, Processes
 from study.pipeline.progress import StudyProgress
 from study.step import (
@@ -52,6 +57,87 @@ KEEP_MEMORY = ":".join(
 
 class StepError(Exception):
     """A step ended badly without saying why in one line; the command exits with code 1."""
+
+
+ORPHAN_SECONDS = 30.0  # supervise.py needs about 3 to end what a killed runner left
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[int]:
+    """Hold both locks of a study; yield the descriptor of the one that steps inherit."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (
+        (directory / ".runner.lock").open("a") as runner,
+        (directory / ".steps.lock").open("a") as steps,
+    ):
+        if not take_lock(runner):
+            raise UserError(
+                f"another 'study run' works on {directory}; wait until it ends, or end it and run"
+                " again"
+            )
+        if not take_lock(steps, ORPHAN_SECONDS):
+            raise UserError(
+                f"processes of an earlier run still work on {directory}; end them "
+                f"('fuser {directory}/.steps.lock' lists them) and run again"
+            )
+        yield steps.fileno()
+
+
+# The process is of a low priority: where steps want every core it gets a tenth of one. It rests for
+# twice the time that it took, so it takes less than 4% of one core from the steps.
+EVERY_SECONDS = 120.0
+REST = 2.0  # times as long as the last refresh took
+
+
+class LiveView:
+    """One refresh at a time; what one fails at is said in a line and never ends the study."""
+
+    def __init__(
+        self,
+        directory: Path,
+        command: tuple[str, ...],
+        processes: Processes,
+        environment: dict[str, str],
+    ) -> None:
+        """Begin no refresh yet, and none at all without a command."""
+        self.log = directory / "logs" / "refresh.log"
+        self._command = resolve(command, directory, Machine())
+        self._processes, self._environment = processes, environment
+        self._process: Process | None = None
+        self._started_at = time.monotonic()
+        self._next_at = self._started_at + EVERY_SECONDS if command else math.inf
+        self._last_reason: str | None = None
+
+    def turn(self) -> str | None:
+        """Begin a refresh if it is time for one; return a line if the last one failed anew."""
+        if self._process is None and time.monotonic() >= self._next_at:
+            self._begin()
+        if self._process is None or not select.select([self._process.leash], [], [], 0)[0]:
+            return None
+        status = self._process.wait()
+        self._process, now = None, time.monotonic()
+        self._next_at = now + max(EVERY_SECONDS, REST * (now - self._started_at))
+        reason = None
+        if status:
+            reason = last_error(self.log, 0) or f"it ended with status {status}; read the log"
+        is_new = reason != self._last_reason
+        self._last_reason = reason
+        if reason and is_new:
+            return f"report and MLflow stay as they were, log {self.log}: {reason}"
+        return None
+
+    def _begin(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._started_at = time.monotonic()
+        with self.log.open("wb") as output:
+            self._process = self._processes.start(self._command, output, self._environment)
+
+    def end(self) -> None:
+        """End the refresh at work and begin no more."""
+        if self._process:
+            self._process.end()
+            self._process.wait()
+        self._process, self._next_at = None, math.inf
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from base.settings import change, check_path, name_part, path_of
 from study.definition import Study, load_study
 from study.recipes.parts import places_of_runs
 from study.text.own import TextOptions, TextSource, source_of, text_of
-from study.text_kinds import OwnText, TokenFiles
+from study.text_kinds import OwnText, PreparedText
 from train.run.config import RunConfig, with_settings
 
 # What the recipe alone decides, of the study and of its runs; the text is that of `--text`.
@@ -85,9 +85,11 @@ def on_text(study: Study, options: TextOptions, root: Path) -> Study:
     return as_model(Study, study.model_dump(mode="json") | content, "--text")
 
 
-def _recorded(directory: Path, source: TextSource) -> OwnText | TokenFiles | None:
+def _recorded(directory: Path, source: TextSource) -> OwnText | PreparedText | None:
     """Return the text of the study that is there, if it was made of the same content."""
     if not (directory / "study.json").is_file():
         return None
     text = load_study(directory).text
-    return text if isinstance(text, OwnText | TokenFiles) and text.sha256 == source.sha256 else None
+    if isinstance(text, OwnText | PreparedText) and text.sha256 == source.sha256:
+        return text
+    return None

@@ -123,16 +123,12 @@ def sweep(run: Callable[..., RunConfig], **values: Sequence[Any]) -> list[RunCon
     `run` takes a name and a value of each: `run("lr1e-3-wd0", peak_lr=1e-3, weight_decay=0)`. The
     keywords are the study's factors: axes, headings and columns have their names.
     """
-    words = [in_words(each) for each in values.values()]
-    places = [range(len(each)) for each in words]
+    in_pairs = [list(zip(each, in_words(each), strict=True)) for each in values.values()]
     runs = []
-    for combination in product(*places):
-        factors = {
-            key: of_key[at] for key, of_key, at in zip(values, words, combination, strict=True)
-        }
-        point = {
-            key: of_key[at] for (key, of_key), at in zip(values.items(), combination, strict=True)
-        }
+    for combination in product(*in_pairs):
+        chosen, words = zip(*combination, strict=True)
+        point = dict(zip(values, chosen, strict=True))
+        factors = dict(zip(values, words, strict=True))
         name = "-".join(value_name(key, point[key], word) for key, word in factors.items())
         runs.append(run(name, **point).model_copy(update={"factors": factors}))
     return runs

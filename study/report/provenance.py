@@ -6,6 +6,7 @@ from pathlib import Path
 
 from base.environment import PROJECT, version_line
 from base.frozen import in_words
+from base.grouping import grouped
 from study.definition import Study
 from study.machine.hardware import Hardware
 from study.machine.needs import Needs
@@ -95,6 +96,14 @@ def _run_again(study: Study) -> str:
     return f'{command} --root "$STUDY/.."'
 
 
+def _part(step: Step) -> str:
+    """Return the part of a study that a step belongs to."""
+    if step.run:
+        return f"run {step.run}"
+    is_text = step.kind in ("corpus", "prepare")
+    return "text and tokenizer" if is_text else "table, report and MLflow"
+
+
 def commands(directory: Path, study: Study) -> dict[str, list[str]]:
     """Return the commands of every step by run, as the study's last hardware takes them.
 
@@ -102,11 +111,7 @@ def commands(directory: Path, study: Study) -> dict[str, list[str]]:
     """
     hardware = Hardware.recorded(directory)
     needs = Needs(study, hardware, directory)
-    groups: dict[str, list[Step]] = {}
-    for step in steps_of(study):
-        text = step.kind in ("corpus", "prepare")
-        whole = "text and tokenizer" if text else "table, report and MLflow"
-        groups.setdefault(f"run {step.run}" if step.run else whole, []).append(step)
+    groups = grouped(steps_of(study), _part)
     settings = f"export STUDY={shlex.quote(str(directory.absolute()))} OMP_NUM_THREADS=1"
     settings += "" if hardware.gpus else " CUDA_VISIBLE_DEVICES="
     lines = {"the whole study again": [settings, _run_again(study)]}

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
+from base.grouping import grouped
 from base.statistics import INTERVAL_LEVEL
 from quant_eval.specs import parse_spec
 from study.axes import Axis, text_of
@@ -125,9 +126,7 @@ OF_FIRST_SEED = " Measured for the first seed of each setting."
 
 def end_table(study: Study, summaries: Sequence[RunSummary], paired: Paired) -> Table:
     """Return a row per setting: final loss, and errors beside that of the control; seeds' means."""
-    groups: dict[str, list[RunSummary]] = {}
-    for summary in summaries:
-        groups.setdefault(summary.group, []).append(summary)
+    groups = grouped(summaries, lambda summary: summary.group)
     ends = [[end.last for end in of_group] for of_group in groups.values()]
     controls = [[end.control for end in of_group] for of_group in groups.values()]
     measured = [ends, controls] if study.controls else [ends]

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from base.errors import UserError
 from base.files import sha256_of
 from study.definition import Study, load_study
-from study.text_kinds import USES, OwnText, TokenFiles, places_of
+from study.text_kinds import USES, OwnText, PreparedText, TokenFile, places_of
 from train.data.manifest import HASHED_AT_START_BYTES, read_manifest
 from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer, vocabulary_size
 
@@ -154,7 +154,7 @@ def check_unchanged(text: OwnText) -> None:
         )
 
 
-def text_of(study: Study, source: TextSource) -> OwnText | TokenFiles:
+def text_of(study: Study, source: TextSource) -> OwnText | PreparedText:
     """Return what a study takes of a text.
 
     Raises:
@@ -206,7 +206,7 @@ def text_of(study: Study, source: TextSource) -> OwnText | TokenFiles:
     )
 
 
-def _in_place(study: Study, source: TextSource, needed: tuple[int, ...]) -> TokenFiles:
+def _in_place(study: Study, source: TextSource, needed: tuple[int, ...]) -> PreparedText:
     """Return the token files of another study by use, checked for their length."""
     *train, held_out, calibration = source.places
     if study.trained:  # the context of released models is not known yet
@@ -219,10 +219,10 @@ def _in_place(study: Study, source: TextSource, needed: tuple[int, ...]) -> Toke
                     f"{prefix} holds {there:,} tokens, {study.name} reads {tokens:,} of it; give"
                     " more text"
                 )
-    return TokenFiles(
-        train=str(train[0]) if study.trained else None,
-        held_out=str(held_out),
-        calibration=str(calibration),
+    return PreparedText(
+        train=TokenFile(name=str(train[0])) if study.trained else None,
+        held_out=TokenFile(name=str(held_out)),
+        calibration=TokenFile(name=str(calibration)),
         tokenizer=str(source.tokenizer),
         sha256=source.sha256,
     )

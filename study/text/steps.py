@@ -16,7 +16,6 @@ from study.text_kinds import (
     OwnText,
     PackageSources,
     PreparedText,
-    TokenFiles,
     places_of,
 )
 
@@ -55,7 +54,7 @@ def check_text(study: Study, directory: Path) -> None:
             check_versions(text.packages)
         if path_in_study in outputs:
             continue
-        if not isinstance(text, PreparedText):
+        if not isinstance(text, PreparedText) or text.files[use].name.startswith("/"):
             raise UserError(f"{path} does not exist; prepare that text, or give another")
         tokenizer = directory.absolute().parent / text.tokenizer_directory
         origin = text.files[use].origin or "python -m train prepare FILES"
@@ -89,7 +88,7 @@ def _place(directory: Path, relative: str) -> Path:
 
 
 def text_steps(study: Study) -> list[Step]:
-    """Return the steps that make text; none for token files that have to be there before."""
+    """Return the steps that make text; none of what has to be there before."""
     match study.text:
         case PackageSources():
             return _package_steps(study.text)
@@ -97,8 +96,6 @@ def text_steps(study: Study) -> list[Step]:
             return _own_steps(study.text)
         case PreparedText():
             return _prepared_steps(study.text)
-        case TokenFiles():
-            return []
         case text:
             assert_never(text)
 
@@ -149,12 +146,11 @@ def _package_steps(text: PackageSources) -> list[Step]:
 
 
 def _prepared_steps(text: PreparedText) -> list[Step]:
-    directory = text.tokenizer_directory
-    tokenizer = f"{{root}}/{directory}"
-    fetch = python("ckpt_tools", "download", text.tokenizer, tokenizer, "--tokenizer-only")
-    steps = [
-        Step("tokenizer", "download", fetch, (f"../{directory}/tokenizer.json",), resumes=True)
-    ]
+    steps, tokenizer = [], places_of(text)["tokenizer"]
+    if not text.tokenizer.startswith("/"):
+        fetch = python("ckpt_tools", "download", text.tokenizer, tokenizer, "--tokenizer-only")
+        output = f"../{text.tokenizer_directory}/tokenizer.json"
+        steps.append(Step("tokenizer", "download", fetch, (output,), resumes=True))
     for file in dict.fromkeys(text.files.values()):
         if file.dataset:
             parts = (file.dataset, file.config or "", file.split, file.files or "")

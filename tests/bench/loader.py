@@ -18,7 +18,7 @@ import numpy as np
 from base.files import scratch_directory, sha256_of
 from tests.bench import line
 from tests.runs import make_run
-from train.data.config import DataConfig, RepetitionFilter
+from train.data.config import RepetitionFilter
 from train.data.corpus import commit_corpus, join_pieces
 from train.data.manifest import Manifest
 from train.model.config import ModelConfig
@@ -67,19 +67,13 @@ def token_file(prefix: Path, tokenizer_dir: Path, tokens: int) -> None:
 
 def configure(directory: Path, **settings: Any) -> RunConfig:
     """A run over directory/train.bin, or what `settings` say."""
-    data: dict[str, Any] = {
-        "train": str(directory / "train"),
-        "held_out": str(directory / "held_out"),
-        "tokenizer": str(directory),
-        "sequence_length": SEQUENCE_LENGTH,
-        "held_out_sequences": 1,
-    }
+    lengths = {"sequence_length": SEQUENCE_LENGTH, "held_out_sequences": 1}
     return make_run(
         directory / "run",
         train_prefix=directory / "train",
         held_out_prefix=directory / "held_out",
         tokenizer_dir=directory,
-        data=DataConfig(**(data | settings)),
+        data=lengths | settings,
         model=ModelConfig(
             vocab_size=100_352,
             hidden_size=32,

@@ -1,6 +1,4 @@
-"""Sealing checkpoints by hand: of runs that were never trained, or after a change that hashes
-must not give away.
-"""
+"""Sealing checkpoints by hand: of untrained runs, or after a change that hashes must hide."""
 
 import json
 from pathlib import Path

@@ -16,6 +16,7 @@ from base.errors import UserError
 from base.files import record_files, write_json
 from base.frozen import fingerprint
 from ckpt_tools.export import export
+from ckpt_tools.hf.directory import CONFIGURATION_FILES
 from ckpt_tools.hf.model import identify, load_hf_model
 from ckpt_tools.verify import verify
 from tests.ckpt_tools.checkpoints import seal
@@ -44,9 +45,7 @@ def exported(trained, tmp_path_factory):
     "layout", layouts(*(name for name in LAYOUTS if not name.startswith("bf16")))
 )
 def test_logits_equal_those_of_the_engine(exported, trained, layout):
-    """Compared here once more, with transformers alone and eager attention; trained norms are
-    not 1.
-    """
+    """Once more with transformers alone and eager attention; trained norms are not 1."""
     checkpoint = trained(layout) / "checkpoints" / "step00000020"
     model = AutoModelForCausalLM.from_pretrained(exported(layout, 20), attn_implementation="eager")
     probe = load_file(checkpoint / "probe.safetensors")
@@ -58,9 +57,7 @@ def test_logits_equal_those_of_the_engine(exported, trained, layout):
 
 
 def test_weights_are_bit_equal_across_layouts_and_engines(exported):
-    """Initialisation depends on neither layout nor engine, nor does anything between the shards
-    and the HF files.
-    """
+    """Neither initialisation nor what is between shards and HF files depends on the layout."""
     for reference, others in (
         ("dp1", ("dp2", "tp2", "pp2", "tp2pp2", "ds-zero1")),
         ("gqa-dp1", ("gqa-tp2",)),
@@ -104,18 +101,12 @@ def test_the_directory_is_complete(exported, trained):
     assert lineage["step"] == 20
     assert lineage["tokens"] == 20 * 8 * 32
     assert lineage["parity"]["max_absolute_error"] <= 1e-5
-    assert {
-        "model.safetensors",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-    } <= lineage["files"].keys()
+    written = {"model.safetensors", *CONFIGURATION_FILES, "tokenizer.json"}
+    assert written <= lineage["files"].keys()
     tokenizer = AutoTokenizer.from_pretrained(out)
-    assert (
-        tokenizer.eos_token_id == json.loads((out / "config.json").read_text())["eos_token_id"] == 0
-    )
-    assert tokenizer.decode(tokenizer("some text")["input_ids"]) == "some text"
     config = json.loads((out / "config.json").read_text())
+    assert tokenizer.eos_token_id == config["eos_token_id"] == 0
+    assert tokenizer.decode(tokenizer("some text")["input_ids"]) == "some text"
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert config["torch_dtype"] == config["dtype"] == "float32"
 
@@ -195,23 +186,27 @@ def refuse(copy, expected):
     assert not out.parent.exists() or list(out.parent.iterdir()) == []
 
 
-def test_a_truncated_shard_is_refused(copy):
-    shard = copy / "checkpoints" / "step00000020" / "__0_0.distcp"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    refuse(copy, "bytes instead of")
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
 
 
-def test_an_edited_pickle_is_refused_before_it_is_opened(copy):
-    metadata = copy / "checkpoints" / "step00000020" / ".metadata"
-    content = bytearray(metadata.read_bytes())
+def flip(path):
+    content = bytearray(path.read_bytes())
     content[100] ^= 1
-    metadata.write_bytes(content)
-    refuse(copy, "was changed after it was written")
+    path.write_bytes(content)
 
 
-def test_a_directory_without_seal_is_no_checkpoint(copy):
-    (copy / "checkpoints" / "step00000020" / CHECKPOINT_JSON).unlink()
-    refuse(copy, "not a complete checkpoint")
+@pytest.mark.parametrize(
+    ("name", "damage", "expected"),
+    [
+        ("__0_0.distcp", cut, "bytes instead of"),
+        (".metadata", flip, "was changed after it was written"),  # a pickle, not opened before
+        (CHECKPOINT_JSON, lambda path: path.unlink(), "not a complete checkpoint"),
+    ],
+)
+def test_damaged_checkpoints_are_refused(copy, name, damage, expected):
+    damage(copy / "checkpoints" / "step00000020" / name)
+    refuse(copy, expected)
 
 
 def rewrite_shards(checkpoint, change):
@@ -259,9 +254,7 @@ def test_wrong_keys_and_wrong_weights_are_refused(copy, change, expected):
 
 
 def test_an_average_needs_no_optimizer_and_lists_its_ingredients(copy, exported, tmp_path):
-    """Weights alone are exported as with their optimizer; both ways of naming the output take
-    its name.
-    """
+    """Weights alone are exported too; both ways of naming the output take its name."""
     checkpoint = (copy / "checkpoints" / "step00000020").rename(
         copy / "checkpoints" / "lawa3x5-step00000020"
     )
@@ -283,9 +276,7 @@ def test_an_average_needs_no_optimizer_and_lists_its_ingredients(copy, exported,
     "change", [lambda state: state.pop(Q_NORM), lambda state: state.update(extra=torch.ones(3))]
 )
 def test_training_does_not_go_on_from_wrong_keys(copy, change):
-    """Hashes are valid, so only the keys themselves can tell; mcore would load such a checkpoint
-    by default.
-    """
+    """Hashes are valid: only the keys can tell, and mcore would load them by default."""
     rewrite_shards(copy / "checkpoints" / "step00000020", change)
     line = error_line(python("train", "run", str(copy)))
     assert "does not fit the model of run.json" in line

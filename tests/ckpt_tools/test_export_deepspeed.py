@@ -21,13 +21,8 @@ from tests.probes import largest_error, plain_probe
 from tests.runs import error_line, make_run, python
 from train.model.config import ModelConfig
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SHAPE: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # family -> settings of ours beside SHAPE, and the same model in transformers' words
 FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
@@ -40,12 +35,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
         LlamaConfig(**SHAPE, num_key_value_heads=2, rms_norm_eps=1e-5, rope_parameters=ROPE),
     ),
     "gpt_neox": (
-        {
-            "num_key_value_heads": 4,
-            "rope_theta": 10_000.0,
-            "rotary_fraction": 0.25,
-            "norm_eps": 1e-5,
-        },
+        {"num_key_value_heads": 4, "rope_theta": 10_000.0}
+        | {"rotary_fraction": 0.25, "norm_eps": 1e-5},
         GPTNeoXConfig(
             **SHAPE,
             layer_norm_eps=1e-5,
@@ -57,19 +48,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def make_checkpoint(directory, inputs, family, dtype=torch.float32):
-    """A run directory with one checkpoint of a random model; no weight is what it is initialised
-    to.
-    """
+    """A run directory with one checkpoint of a random model, no weight as initialised."""
     ours, config = FAMILIES[family]
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     model_config = ModelConfig(family=family, **SHAPE, **ours)
     run = make_run(directory, **inputs, engine="deepspeed", model=model_config, precision=precision)
     torch.manual_seed(3)
-    model = (
-        AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-        .to(dtype)
-        .eval()
-    )
+    options: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_config(config, **options).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -92,10 +78,7 @@ def test_every_family_is_exported_bit_for_bit(tmp_path, inputs, family):
     out = tmp_path / "hf"
     parity = export(checkpoint, out)
     assert parity["max_absolute_error"] <= 1e-5 < 0.1 < parity["max_logit"]
-    stored, exported = (
-        load_file(checkpoint / "model.safetensors"),
-        load_file(out / "model.safetensors"),
-    )
+    stored, exported = (load_file(path / "model.safetensors") for path in (checkpoint, out))
     assert stored.keys() == exported.keys()
     assert all(torch.equal(stored[name], exported[name]) for name in stored)
     model = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
@@ -113,6 +96,7 @@ def test_bf16_weights_are_exported_as_trained(tmp_path, inputs):
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 
 
+NORM = "model.norm.weight"
 QUERY, VALUE = (f"model.layers.0.self_attn.{part}_proj.weight" for part in ("k", "v"))
 
 
@@ -125,19 +109,10 @@ def swap(weights):
     [
         (lambda weights: weights.pop(QUERY), f"missing ['{QUERY}']"),
         (lambda weights: weights.update(extra=torch.ones(3)), "unknown ['extra']"),
-        (
-            lambda weights: weights.update({QUERY: torch.ones(4, 7)}),
-            "is (4, 7), the model needs (16, 32)",
-        ),
-        (
-            lambda weights: weights.update({QUERY: weights[QUERY].bfloat16()}),
-            f"'{QUERY}' is torch.bfloat16, all weights must be of one type of fp32",
-        ),
+        (lambda weights: weights.update({QUERY: torch.ones(4, 7)}), "is (4, 7), the model needs"),
+        (lambda weights: weights.update({QUERY: weights[QUERY].bfloat16()}), "is torch.bfloat16"),
         (swap, f"not what was trained: {QUERY}, {VALUE};"),
-        (
-            lambda weights: weights["model.norm.weight"].mul_(1.001),
-            "not what was trained: model.norm.weight;",
-        ),
+        (lambda weights: weights[NORM].mul_(1.001), f"not what was trained: {NORM};"),
     ],
     ids=["missing", "extra", "shape", "dtype", "swapped", "value"],
 )
@@ -145,10 +120,8 @@ def test_wrong_keys_and_wrong_weights_are_refused(tmp_path, inputs, change, expe
     checkpoint = make_checkpoint(tmp_path / "run", inputs, "llama")
     weights = load_file(checkpoint / "model.safetensors")
     change(weights)
-    save_file(
-        {name: weight.contiguous() for name, weight in weights.items()},
-        checkpoint / "model.safetensors",
-    )
+    tensors = {name: weight.contiguous() for name, weight in weights.items()}
+    save_file(tensors, checkpoint / "model.safetensors")
     seal(checkpoint)
     with pytest.raises(UserError) as caught:
         export(checkpoint, tmp_path / "hf" / "one")
@@ -157,33 +130,26 @@ def test_wrong_keys_and_wrong_weights_are_refused(tmp_path, inputs, change, expe
 
 
 @pytest.mark.parametrize(
-    ("key", "named"),
+    ("module", "parts"),
     [
-        ("gpt_neox.embed_in.weight", ["gpt_neox.embed_in.weight"]),
-        *(
-            (
-                f"gpt_neox.layers.1.{module}.weight",
-                [f"gpt_neox.layers.1.{module}.{part}" for part in ("weight", "bias")],
-            )
-            for module in (
-                "attention.query_key_value",
-                "post_attention_layernorm",
-                "mlp.dense_4h_to_h",
-            )
-        ),
-        ("embed_out.weight", ["embed_out.weight"]),
+        ("gpt_neox.embed_in", ["weight"]),
+        ("gpt_neox.layers.1.attention.query_key_value", ["weight", "bias"]),
+        ("gpt_neox.layers.1.post_attention_layernorm", ["weight", "bias"]),
+        ("gpt_neox.layers.1.mlp.dense_4h_to_h", ["weight", "bias"]),
+        ("embed_out", ["weight"]),
     ],
 )
-def test_gpt_neox_parameters_are_named_as_in_the_files(tmp_path, inputs, key, named):
+def test_gpt_neox_parameters_are_named_as_in_the_files(tmp_path, inputs, module, parts):
     """Attention and MLP see the same residual stream, so that one's fault is not the other's."""
     checkpoint = make_checkpoint(tmp_path / "run", inputs, "gpt_neox")
     weights = load_file(checkpoint / "model.safetensors")
-    weights[key] = weights[key].roll(1, 0)
+    weights[f"{module}.weight"] = weights[f"{module}.weight"].roll(1, 0)
     save_file(weights, checkpoint / "model.safetensors")
     seal(checkpoint)
     with pytest.raises(UserError) as caught:
         export(checkpoint, tmp_path / "hf")
-    assert f"not what was trained: {', '.join(named)};" in str(caught.value)
+    named = ", ".join(f"{module}.{part}" for part in parts)
+    assert f"not what was trained: {named};" in str(caught.value)
 
 
 def test_the_command_refuses_a_checkpoint_without_weights(tmp_path, inputs):

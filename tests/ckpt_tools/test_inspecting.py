@@ -1,6 +1,4 @@
-"""Inspection: what a directory is, without opening a pickle; with --verify, damage is named by
-file.
-"""
+"""Inspection opens no pickle; with --verify, damage is named by file."""
 
 import json
 import os
@@ -81,20 +79,16 @@ def test_averages_downloads_and_others_say_so(run, hf_dir):
     other = run / "hf/step00000010"
     export(run / "checkpoints/step00000010", other)
     average_models(run / "hf/soup", [other, exported])
-    assert (describe(run / "hf/soup")["kind"], describe(run / "hf/soup")["step"]) == (
-        "HF directory, average",
-        20,
-    )
+    description = describe(run / "hf/soup")
+    assert (description["kind"], description["step"]) == ("HF directory, average", 20)
     assert describe(hf_dir)["kind"] == "HF directory, without lineage"
     (exported / "lineage.json").unlink()
     record = {"repo": "owner/name", "revision": "stage1-step20-tokens1B", "commit": "c" * 40}
     files = {"model.safetensors": record_file(exported / "model.safetensors").model_dump()}
     reseal(exported / "download.json", record | {"files": files})
     description = describe(exported)
-    assert (description["kind"], {key: description[key] for key in record}) == (
-        "HF directory, download",
-        record,
-    )
+    assert description["kind"] == "HF directory, download"
+    assert {key: description[key] for key in record} == record
 
 
 def test_a_run_stands_for_its_checkpoints_and_exports(run, capsys):

@@ -1,23 +1,14 @@
 """Names and layouts of the megatron model, against loops that say where every row goes."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from tests.conftest import make_hf_directory
+from tests.conftest import make_hf_directory, widths
 from tests.megatron_tensors import to_hf
 from train.model import megatron_names
 from train.model.config import ModelConfig
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 24,
-    "hidden_size": 16,
-    "intermediate_size": 12,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
+SHAPE = widths(16, 12, 8, 4, vocab_size=24, num_hidden_layers=3)
 MODEL = ModelConfig(**SHAPE)
 
 

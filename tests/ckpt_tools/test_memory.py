@@ -5,18 +5,12 @@ from pathlib import Path
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.hf.configuration import write_configuration
 from tests.ckpt_tools.random_weights import RandomWeights
+from tests.conftest import widths
 from tests.interpreter import interpreter
 from tests.runs import PROJECT, execute
 from train.model.config import ModelConfig, hf_settings
 
-MODEL = ModelConfig(
-    vocab_size=2048,
-    hidden_size=512,
-    intermediate_size=2048,
-    num_hidden_layers=10,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-)
+MODEL = ModelConfig(vocab_size=2048, num_hidden_layers=10, **widths(512, 2048, 8, 8))
 # What a command takes for this one is its imports, and the fork that it runs in.
 TINY = MODEL.model_copy(update={"vocab_size": 512, "num_hidden_layers": 1, "hidden_size": 64})
 LARGEST_BYTES = 4 * MODEL.vocab_size * MODEL.hidden_size

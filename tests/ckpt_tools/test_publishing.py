@@ -1,6 +1,4 @@
-"""Publishing: names by Ai2's rule, the exports' bytes, cards, nothing of this machine, and what
-is refused.
-"""
+"""Publishing: names by Ai2's rule, bytes, cards, nothing of this machine, refusals."""
 
 import errno
 import hashlib
@@ -59,36 +57,23 @@ def test_names_are_those_of_the_released_models(tokens_per_step, revision):
 
 
 @pytest.mark.parametrize(
-    ("total_tokens", "unit"),
-    [
-        (5_120, "K"),
-        (1_310_720, "K"),
-        (99_999_999, "K"),
-        (100_000_000, "M"),
-        (999_999_999, "M"),
-        (10**9, "B"),
-    ],
+    ("unit", "totals"),
+    [("K", (5_120, 1_310_720, 99_999_999)), ("M", (10**8, 999_999_999)), ("B", (10**9,))],
 )
-def test_small_runs_count_in_smaller_units(total_tokens, unit):
-    assert tokens_unit(total_tokens) == unit
+def test_small_runs_count_in_smaller_units(unit, totals):
+    assert {tokens_unit(total) for total in totals} == {unit}
 
 
 def test_the_demos_last_checkpoint_is_called_by_its_tokens():
-    assert (
-        published_name(640, 1_310_720, unit=tokens_unit(1_310_720)) == "stage1-step640-tokens1311K"
-    )
+    assert published_name(640, 1_310_720, unit="K") == "stage1-step640-tokens1311K"
 
 
 def figures(scale: float) -> dict[str, Any]:
     values = {"cross_entropy": 3.4, "cross_entropy_quantized": 3.5, "relative_error": 0.03 * scale}
     values |= {"absolute_error": 0.1, "kl_divergence": 0.02}
     intervals = {name: [value - 0.001, value + 0.001] for name, value in values.items()}
-    method = {
-        "level": 0.95,
-        "method": "percentile bootstrap paired over documents",
-        "samples": 100,
-        "seed": 0,
-    }
+    method = {"level": 0.95, "method": "percentile bootstrap paired over documents"}
+    method |= {"samples": 100, "seed": 0}
     return {**values, "tokens": 700, "documents": 9, "intervals": intervals, "interval": method}
 
 
@@ -96,35 +81,21 @@ def measure_by_hand(
     hf_dir: Path, *, scale: float = 1.0, evaluation: str = "e" * 64, spec: str = SPEC
 ) -> None:
     """A result.json of quant_eval, with a prefix that must not be published."""
-    model = {
-        "path": str(hf_dir),
-        "weights_digests": {"model.safetensors": record_file(weights_of(hf_dir)).digest},
-    }
-    settings = {"name": spec, "bits": 3, "dtype": "fp32", "batch_size": 8}
-    settings["evaluation"] = {
-        "prefix": str(hf_dir / "held_out"),
-        "sha256": evaluation,
-        "sequence_length": 32,
-    }
-    write_result(
-        hf_dir / "quant" / spec, {"model": model, "spec": settings, "measured": figures(scale)}
-    )
+    digests = {"model.safetensors": record_file(weights_of(hf_dir)).digest}
+    text = {"prefix": str(hf_dir / "held_out"), "sha256": evaluation, "sequence_length": 32}
+    settings = {"name": spec, "bits": 3, "dtype": "fp32", "batch_size": 8, "evaluation": text}
+    result = {"model": {"path": str(hf_dir), "weights_digests": digests}, "spec": settings}
+    write_result(hf_dir / "quant" / spec, result | {"measured": figures(scale)})
 
 
 def curve_by_hand(hf_dir: Path) -> None:
-    """Results of a trace, a slice, and of a version that told less, with an argv that is not
-    published.
-    """
+    """Results of a trace, a slice, and an older version, with an argv that is not published."""
     model = {"weights_digests": {"model.safetensors": record_file(weights_of(hf_dir)).digest}}
     top = {"value": 5.25, "residual": 1e-4, "converged": False, "iterations": 50}
     trace = {"mean": 123.5, "standard_error": 4.5, "probes": 32}
     point = {"name": "base", "x": 0.0, "y": 0.0, "loss": 3.4}
-    environment = {
-        "quantdyn": "7.8.9",
-        "commit": "c0ffee",
-        "host": socket.gethostname(),
-        "argv": [str(hf_dir)],
-    }
+    environment: dict[str, Any] = {"quantdyn": "7.8.9", "commit": "c0ffee"}
+    environment |= {"host": socket.gethostname(), "argv": [str(hf_dir)]}
     data = {"prefix": str(hf_dir), "bin_sha256": "d" * 64}
     for name, spec, measured in (
         ("hutchinson", {}, {"loss": 3.4, "trace": trace, "lambda_max": top}),
@@ -147,9 +118,7 @@ def change_lineage(hf_dir: Path, **changes: Any) -> None:
 
 
 def note_origin_of_tokenizer(hf_dir: Path) -> None:
-    """The export of a run whose tokenizer was saved by transformers, which notes where it came
-    from.
-    """
+    """An export whose tokenizer transformers saved, which notes where it came from."""
     path = hf_dir / "tokenizer_config.json"
     write_json(
         path,
@@ -161,25 +130,18 @@ def note_origin_of_tokenizer(hf_dir: Path) -> None:
 
 @pytest.fixture(scope="module")
 def exported_run(trained, tmp_path_factory) -> Path:
-    """A run with three exports, a LAWA average kept in training, and averages made from files;
-    some are measured.
-    """
+    """A run with exports, a LAWA kept in training, and averages of files, some measured."""
     run = tmp_path_factory.mktemp("published") / "dp1"
     shutil.copytree(trained("dp1"), run)
-    lawa = shutil.copytree(
-        run / "checkpoints/step00000020", run / "checkpoints/lawa3x5-step00000020"
-    )
-    seal(
-        lawa,
-        train_loss=None,
-        average={"kind": "lawa", "interval_steps": 5, "window": 3, "steps": [10, 15, 20]},
-    )
+    checkpoints = run / "checkpoints"
+    shutil.copytree(checkpoints / "step00000020", checkpoints / "lawa3x5-step00000020")
+    average = {"kind": "lawa", "interval_steps": 5, "window": 3, "steps": [10, 15, 20]}
+    seal(checkpoints / "lawa3x5-step00000020", train_loss=None, average=average)
     for name in ("step00000000", "step00000010", "step00000020", "lawa3x5-step00000020"):
         export(run / "checkpoints" / name, run / "hf" / name)
         note_origin_of_tokenizer(run / "hf" / name)
-    average_models(
-        run / "hf/soup2-step00000020", [run / "hf/step00000010", run / "hf/step00000020"]
-    )
+    inputs = [run / "hf/step00000010", run / "hf/step00000020"]
+    average_models(run / "hf/soup2-step00000020", inputs)
     for name, scale in (("step00000010", 1.0), ("step00000020", 2.0)):
         measure_by_hand(run / "hf" / name, scale=scale)
     curve_by_hand(run / "hf/step00000020")
@@ -290,12 +252,14 @@ def test_where_no_link_is_possible_files_are_copied(exported_run, tmp_path, monk
 
     monkeypatch.setattr(os, "link", refuse)
     publish(exported_run, tmp_path / "out")
-    exported, copied = (
-        weights_of(exported_run / "hf/step00000020"),
-        weights_of(tmp_path / "out" / LAST),
-    )
+    places = (exported_run / "hf/step00000020", tmp_path / "out" / LAST)
+    exported, copied = map(weights_of, places)
     assert exported.read_bytes() == copied.read_bytes()
     assert not copied.samefile(exported)
+
+
+STEP, SOUP = "step00000020", "soup2-step00000020"
+UNPROVEN = "is not a proven export or average of run dp1 alone"
 
 
 def flip(path: Path) -> None:
@@ -316,39 +280,15 @@ def add_file(hf: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (
-            lambda hf: flip(weights_of(hf / "step00000020")),
-            r"model\.safetensors was changed after it was written",
-        ),
-        (
-            lambda hf: change_lineage(hf / "step00000020", parity=...),
-            "is not a proven export or average of run dp1",
-        ),
-        (
-            lambda hf: change_lineage(hf / "step00000020", fingerprint="0" * 16),
-            "is not a proven export or average of run dp1 alone",
-        ),
-        (
-            lambda hf: change_lineage(hf / "soup2-step00000020", fingerprint=..., step=...),
-            "is not a proven export or average of run dp1 alone",
-        ),
-        (
-            lambda hf: change_lineage(hf / "step00000020", kind="other"),
-            "is not a proven export or average",
-        ),
-        (
-            lambda hf: (hf / "step00000020/lineage.json").unlink(),
-            "is not a proven export or average",
-        ),
-        (lambda hf: shutil.copytree(hf / "step00000020", hf / "again"), f"are both {LAST}"),
-        (
-            lambda hf: (hf / "soup2-step00000020").rename(hf / "a soup-step00000020"),
-            "is not a name for the hub",
-        ),
-        (
-            lambda hf: add_file(hf, "../../run.json"),
-            r"names '\.\./\.\./run\.json', which is outside its directory",
-        ),
+        (lambda hf: flip(weights_of(hf / STEP)), r"model\.safetensors was changed after it was"),
+        (lambda hf: change_lineage(hf / STEP, parity=...), UNPROVEN),
+        (lambda hf: change_lineage(hf / STEP, fingerprint="0" * 16), UNPROVEN),
+        (lambda hf: change_lineage(hf / SOUP, fingerprint=..., step=...), UNPROVEN),
+        (lambda hf: change_lineage(hf / STEP, kind="other"), UNPROVEN),
+        (lambda hf: (hf / STEP / "lineage.json").unlink(), UNPROVEN),
+        (lambda hf: shutil.copytree(hf / STEP, hf / "again"), f"are both {LAST}"),
+        (lambda hf: (hf / SOUP).rename(hf / "a soup-step00000020"), "is not a name for the hub"),
+        (lambda hf: add_file(hf, "../../run.json"), r"run\.json', which is outside its directory"),
         (of_other_weights, "measured of other weights"),
         (shutil.rmtree, "holds no exports"),
         (lambda hf: (hf.parent / "run.json").unlink(), "give a run directory"),

@@ -1,6 +1,4 @@
-"""One trained checkpoint loaded at another layout: the same bits when saved again, the same
-losses when trained on.
-"""
+"""A trained checkpoint at another layout: the same bits saved, the same losses trained."""
 
 import shutil
 import sys
@@ -18,9 +16,7 @@ from train.run.metrics import read_metrics
 
 
 def load_and_save(run_dir: str, checkpoint: str, out: str) -> None:
-    """Worker, on every rank: loads the checkpoint into an engine of the run's layout and saves
-    it.
-    """
+    """Worker, on every rank: loads the checkpoint into an engine of the run and saves it."""
     from train.distributed import start
     from train.megatron.engine import MegatronEngine
 

@@ -1,6 +1,9 @@
+import os
+
 import pytest
 
 from base.errors import UserError
+from ckpt_tools.hf.directory import result_directories
 from ckpt_tools.hf.measured import Curvature, MeasuredStep, Quantization, Slice, Tasks
 from ckpt_tools.hf.results import read_result
 from tests.sealing import reseal
@@ -83,3 +86,32 @@ def test_what_is_no_result_is_refused(tmp_path, content, message):
 def test_a_missing_result_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"result.json does not exist; measure it"):
         read_result(tmp_path / "result.json")
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "notes").write_text("keep")
+    for out in (tmp_path / "notes", tmp_path / "notes" / "below" / "it"):
+        with pytest.raises(UserError, match="notes is a file; give a directory"):
+            result_directories([tmp_path], "quant", ["spec"], [out])
+    fresh = tmp_path / "not" / "yet"
+    assert result_directories([tmp_path], "quant", ["spec"], [fresh]) == [[fresh]]
+    assert not fresh.parent.exists()
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_a_directory_that_is_not_writable_is_refused(tmp_path, monkeypatch, below):
+    # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or path != tmp_path)
+    with pytest.raises(UserError, match="not writable; give another --out"):
+        result_directories([tmp_path / "model"], "curvature", ["spec"], [tmp_path / below])
+
+
+def test_a_model_that_is_missing_is_left_to_who_reads_it(tmp_path, monkeypatch):
+    """Its name would say more than that of a place that another user may not write to."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    hf_dir = tmp_path / "model"
+    expected = [[hf_dir / "quant" / "spec"]]
+    assert result_directories([hf_dir], "quant", ["spec"], None) == expected
+    hf_dir.mkdir()
+    with pytest.raises(UserError, match="not writable; give another --out"):
+        result_directories([hf_dir], "quant", ["spec"], None)

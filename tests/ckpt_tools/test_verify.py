@@ -1,6 +1,7 @@
 """Verification: every fault in an HF directory is found and called by its name."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,11 @@ from ckpt_tools.verify import verify
 from tests.conftest import make_hf_directory
 from tests.probes import accused, name_of
 from tests.sealing import reseal
+from train.model import megatron_names
+from train.model.config import parameter_shapes
 
 Weights = dict[str, Tensor]
-EMBEDDING = "model.embed_tokens.weight"
-
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 Q1, K1, V1 = (name_of(1, f"self_attn.{part}_proj") for part in "qkv")
 GATE1, UP1 = (name_of(1, f"mlp.{part}_proj") for part in ("gate", "up"))
@@ -79,9 +81,7 @@ def swap_layers(weights: Weights) -> None:
 
 
 def split_contiguously(weights: Weights) -> None:
-    """Takes [q k v] per group, as megatron fuses them, for all queries, then all keys, then all
-    values.
-    """
+    """Takes [q k v] per group, as megatron fuses them, for all q, then all k, then all v."""
     query, key, value = weights[Q1], weights[K1], weights[V1]
     head, rows = 8, []
     per_group = len(query) // len(key) * head
@@ -120,18 +120,9 @@ FAULTS: dict[str, tuple[Callable[[Weights], object], set[str]]] = {
     "down halved": (lambda weights: weights[DOWN1].mul_(0.5), {DOWN1}),
     "layers swapped": (swap_layers, {name_of(0, f"self_attn.{part}_proj") for part in "qkv"}),
     "embedding rows shifted": (roll, {EMBEDDING}),
-    "lm_head rows shifted": (
-        lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"].roll(1, 0)}),
-        {"lm_head.weight"},
-    ),
-    "lm_head for embedding": (
-        lambda weights: swap(weights, EMBEDDING, "lm_head.weight"),
-        {EMBEDDING},
-    ),
-    "final norm doubled": (
-        lambda weights: weights["model.norm.weight"].mul_(2),
-        {"model.norm.weight"},
-    ),
+    "lm_head rows shifted": (lambda w: w.update({HEAD: w[HEAD].roll(1, 0)}), {HEAD}),
+    "lm_head for embedding": (lambda weights: swap(weights, EMBEDDING, HEAD), {EMBEDDING}),
+    "final norm doubled": (lambda weights: weights[NORM].mul_(2), {NORM}),
     "norms swapped": (
         lambda weights: swap(weights, *NORMS1),
         {NORMS1[0]},
@@ -145,9 +136,7 @@ SAME_WIDTHS: dict[str, tuple[Callable[[Weights], object], set[str]]] = {
 
 @pytest.mark.parametrize("layout_name", ["dp1", "gqa-tp2", "bf16-dp1"])
 def test_planted_faults_are_called_by_name(exported, tmp_path, layout_name):
-    """In bf16 the q and k norms of this short run are within rounding of each other; they are
-    left out.
-    """
+    """In bf16 this short run's q and k norms are within rounding of each other: left out."""
     faults = FAULTS if "gqa" in layout_name else FAULTS | SAME_WIDTHS
     source = exported(layout_name)
     verify(source)
@@ -159,14 +148,10 @@ def test_planted_faults_are_called_by_name(exported, tmp_path, layout_name):
 
 
 def test_one_changed_element_of_any_parameter_is_found(exported, tmp_path):
-    """By as much as the largest of its tensor; of the embedding, in the row of any token of the
-    probe.
-    """
+    """By the largest of its tensor; of the embedding, in the row of a token of the probe."""
     hf_dir = shutil.copytree(exported("dp1"), tmp_path / "hf")
-    probe, weights = (
-        load_file(hf_dir / "verification" / "probe.safetensors"),
-        load_file(hf_dir / "model.safetensors"),
-    )
+    probe = load_file(hf_dir / "verification" / "probe.safetensors")
+    weights = load_file(hf_dir / "model.safetensors")
     for name, weight in weights.items():
         element = (int(probe["input_ids"][0, 5]) if name == EMBEDDING else 3, 3)[: weight.ndim]
         kept = weight[element].item()
@@ -181,44 +166,30 @@ def test_one_changed_element_of_any_parameter_is_found(exported, tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (
-            lambda w: w.update(renamed=w.pop(DOWN1)),
-            [f"missing ['{DOWN1}'] and unknown ['renamed']"],
-        ),
+        (lambda w: w.update(renamed=w.pop(DOWN1)), f"missing ['{DOWN1}'] and unknown ['renamed']"),
         (
             lambda w: w.update({O1: torch.ones(4, 32)}),
-            [f"'{O1}' is (4, 32), the model needs (32, 32)"],
+            f"'{O1}' is (4, 32), the model needs (32, 32",
         ),
-        (
-            lambda w: w.update({O1: w[O1].bfloat16()}),
-            [f"'{O1}' is torch.bfloat16, config.json says torch.float32"],
-        ),
-        (lambda w: w[V1][0, 0].fill_(torch.nan), [f"'{V1}' holds values that are not finite"]),
-        (
-            lambda w: w[GATE1][-1, -1].fill_(-torch.inf),
-            [f"'{GATE1}' holds values that are not finite"],
-        ),
+        (lambda w: w.update({O1: w[O1].bfloat16()}), f"'{O1}' is torch.bfloat16, config.json says"),
+        (lambda w: w[V1][0, 0].fill_(torch.nan), f"'{V1}' holds values that are not finite"),
+        (lambda w: w[GATE1][-1, -1].fill_(-torch.inf), f"'{GATE1}' holds values that are not"),
     ],
     ids=["key", "shape", "dtype", "nan", "infinity"],
 )
 def test_wrong_tensors_are_called_by_name(exported, tmp_path, change, expected):
-    line = refusal(planted(exported("dp1"), tmp_path / "hf", change))
-    assert all(part in line for part in expected), line
+    assert expected in refusal(planted(exported("dp1"), tmp_path / "hf", change))
 
 
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        (
-            "rope_parameters",
-            {"rope_type": "default", "rope_theta": 5.0},
-            "o_proj.weight (or heads and rope",
-        ),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 5.0}, "(or heads and rope"),
         ("num_attention_heads", 2, "o_proj.weight (or heads and rope"),
         (
             "rms_norm_eps",
             0.1,
-            "model.layers.0.self_attn.q_norm.weight, model.layers.0.self_attn.k_norm.weight;",
+            f"{name_of(0, 'self_attn.q_norm')}, {name_of(0, 'self_attn.k_norm')};",
         ),
         ("num_hidden_layers", 1, "unknown ['model.layers.1."),
     ],
@@ -237,9 +208,7 @@ def test_a_wrong_configuration_is_found(exported, tmp_path, key, value, expected
 
 
 def test_the_figures_are_those_of_the_probe(exported, tmp_path):
-    """A known error: with all of lm_head scaled, logits are off by exactly that much and nothing
-    else is.
-    """
+    """With all of lm_head scaled, logits are off by that much and nothing else is."""
     source = exported("tp2")
     report = verify(source)
     assert report["parity"] == json.loads((source / "lineage.json").read_text())["parity"]
@@ -304,10 +273,68 @@ def test_a_directory_without_a_probe_is_told_so(hf_dir, tmp_path):
         verify(tmp_path / "average")
     loud = make_hf_directory(tmp_path / "loud")
     tensors = load_file(loud / "model.safetensors")
-    save_file(
-        tensors | {O1: torch.full_like(tensors[O1], 3e38)},
-        loud / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    tensors[O1] = torch.full_like(tensors[O1], 3e38)
+    save_file(tensors, loud / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"'model\.layers\.1\.self_attn\.o_proj' overflows"):
         verify(loud)
+
+
+def spans_in_a_row(name: str, model: Any) -> dict[str, list[tuple[int, int]]]:
+    """Rows as `hf_rows` would give them if a fused tensor held all q, then all k, then all v."""
+    before, rows = 0, {}
+    for hf_name in megatron_names.hf_names(name):
+        count = parameter_shapes(model)[hf_name][0]
+        rows[hf_name] = [(before, before + count)]
+        before += count
+    return rows
+
+
+def names_backwards(name: str) -> list[str]:
+    """Names as `megatron_names.hf_names` would give them if up came before gate."""
+    entry, prefix = megatron_names._entry(name)
+    names = [prefix + hf_name for hf_name in entry.hf_names]
+    return names[::-1] if entry.fusion == "gate_up" else names
+
+
+def names_of_the_next_layer(name: str) -> list[str]:
+    """Names as `megatron_names.hf_names` would give them if layers were counted from the last."""
+    entry, prefix = megatron_names._entry(name)
+    next_prefix = re.sub(r"\d+", lambda match: str(1 - int(match[0])), prefix)
+    return [next_prefix + hf_name for hf_name in entry.hf_names]
+
+
+@pytest.mark.parametrize(
+    ("layout_name", "function", "wrong", "expected"),
+    [
+        ("tp2", "hf_rows", spans_in_a_row, "self_attn.{q,k,v}_proj"),
+        ("gqa-dp1", "hf_rows", spans_in_a_row, "self_attn.{q,k,v}_proj"),
+        ("dp1", "hf_names", names_backwards, "mlp.{gate,up}_proj"),
+        ("pp2", "hf_names", names_of_the_next_layer, "self_attn.{q,k,v}_proj"),
+    ],
+    ids=["mha", "gqa", "gate and up", "layers"],
+)
+def test_a_wrong_converter_is_refused_by_name(
+    trained, tmp_path, monkeypatch, layout_name, function, wrong, expected
+):
+    """Outputs are read without `train.model.megatron_names`: both cannot be wrong alike."""
+    monkeypatch.setattr(megatron_names, function, wrong)
+    with pytest.raises(UserError) as caught:
+        export(trained(layout_name) / "checkpoints" / "step00000020", tmp_path / "hf")
+    before, parts, after = re.split(r"[{}]", expected)
+    assert accused(str(caught.value)) == {
+        name_of(0, f"{before}{part}{after}") for part in parts.split(",")
+    }
+    assert not (tmp_path / "hf").exists()
+
+
+def test_swapped_norms_of_the_converter_are_refused_by_name(trained, tmp_path, monkeypatch):
+    attention, feedforward = (
+        "self_attention.linear_proj.post_norm.weight",
+        "mlp.linear_fc2.post_norm.weight",
+    )
+    entries = megatron_names.INSIDE_LAYER
+    swapped = dict(entries) | {attention: entries[feedforward], feedforward: entries[attention]}
+    monkeypatch.setattr(megatron_names, "INSIDE_LAYER", swapped)
+    with pytest.raises(UserError) as caught:
+        export(trained("dp1") / "checkpoints" / "step00000020", tmp_path / "hf")
+    assert accused(str(caught.value)) == {name_of(0, "post_attention_layernorm")}

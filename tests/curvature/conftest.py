@@ -4,6 +4,7 @@ Shapes: B sequences, S positions of a sequence, P parameters.
 """
 
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,23 +14,20 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from base.ranks import ALONE
+from curvature.__main__ import app
 from curvature.products.exact import DualHessian
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Parameters, dot
+from quant_eval.__main__ import app as quant_eval
+from tests.conftest import widths
+from tests.runs import called
 
 TINY: dict[str, Any] = {
     "vocab_size": 24,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
+    **widths(8, 12, 2, 2, num_hidden_layers=2, max_position_embeddings=16),
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": 0,
+    **{"pad_token_id": None, "bos_token_id": None, "eos_token_id": 0},
     "tie_word_embeddings": False,
     "attn_implementation": "eager",
 }
@@ -51,6 +49,21 @@ def tiny_model(
     model.double() if dtype == torch.float64 else model.float()
     model.eval()
     return model
+
+
+def command(*arguments: object) -> int:
+    """The exit code of `python -m curvature`."""
+    return called(app, "curvature", *arguments)
+
+
+QUANTIZING = "--spec rtn-b3-g16 --dense --eval-tokens 5000 --calibration-sequences 2"
+
+
+def quantize(model: Path, train_prefix: Path, held_out_prefix: Path) -> Path:
+    """The result of quantizing an HF directory, dequantized weights in it."""
+    texts = ["--calibration", train_prefix, "--eval", held_out_prefix]
+    assert called(quant_eval, "quant_eval", "run", model, *texts, *QUANTIZING.split()) == 0
+    return model / "quant" / "rtn-b3-g16"
 
 
 def dual_hessian(model: PreTrainedModel, **options) -> DualHessian:

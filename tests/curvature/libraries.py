@@ -43,37 +43,10 @@ def inputs_and_labels(tokens_BS1: Tensor) -> tuple[Tensor, Tensor]:
     return tokens_BS1[:, :-1], tokens_BS1[:, 1:].flatten()
 
 
-def pyhessian_of(model: PreTrainedModel, batches: Sequence[Tensor]) -> hessian:
-    """PyHessian's Hessian of the mean loss over batches of one size."""
-    data = [inputs_and_labels(tokens_BS1) for tokens_BS1 in batches]
-    return hessian(TokenLogits(model), nn.CrossEntropyLoss(), dataloader=data, cuda=False)
-
-
-def curvlinops_of(model: PreTrainedModel, batches: Sequence[Tensor]) -> HessianLinearOperator:
-    """curvlinops' Hessian of the mean loss over batches of one size; its check at the start is
-    off.
-    """
-    for layer in model.get_decoder().layers:
-        layer.mlp.act_fn = SpelledOutSilu()
-    return HessianLinearOperator(
-        TokenLogits(model),
-        nn.CrossEntropyLoss(),
-        list(model.parameters()),
-        [inputs_and_labels(tokens_BS1) for tokens_BS1 in batches],
-        check_deterministic=False,
-        num_data=sum(map(len, batches)),
-    )
-
-
-def eigenthings_of(model: PreTrainedModel, batches: Sequence[Tensor]) -> HessianOperator:
-    """hessian-eigenthings' Hessian of the mean loss over batches of one size."""
-    data = [{"input_ids": tokens_BS1, "labels": tokens_BS1} for tokens_BS1 in batches]
-    return HessianOperator(model, data, hf_lm_loss())
-
-
 def pyhessian_product(model: PreTrainedModel, batches: Sequence[Tensor]) -> Product:
     """Products by PyHessian, whose vectors are lists of tensors."""
-    library = pyhessian_of(model, batches)
+    data = [inputs_and_labels(tokens_BS1) for tokens_BS1 in batches]
+    library = hessian(TokenLogits(model), nn.CrossEntropyLoss(), dataloader=data, cuda=False)
 
     def product(v_P: Tensor) -> Tensor:
         pieces = v_P.split([weight.numel() for weight in library.params])
@@ -87,8 +60,17 @@ def pyhessian_product(model: PreTrainedModel, batches: Sequence[Tensor]) -> Prod
 
 
 def curvlinops_product(model: PreTrainedModel, batches: Sequence[Tensor]) -> Product:
-    """Products by curvlinops."""
-    operator = curvlinops_of(model, batches)
+    """Products by curvlinops, without the check that it begins with."""
+    for layer in model.get_decoder().layers:
+        layer.mlp.act_fn = SpelledOutSilu()
+    operator = HessianLinearOperator(
+        TokenLogits(model),
+        nn.CrossEntropyLoss(),
+        list(model.parameters()),
+        [inputs_and_labels(tokens_BS1) for tokens_BS1 in batches],
+        check_deterministic=False,
+        num_data=sum(map(len, batches)),
+    )
 
     def product(v_P: Tensor) -> Tensor:
         hv_P: Tensor = operator @ v_P
@@ -99,7 +81,8 @@ def curvlinops_product(model: PreTrainedModel, batches: Sequence[Tensor]) -> Pro
 
 def eigenthings_product(model: PreTrainedModel, batches: Sequence[Tensor]) -> Product:
     """Products by hessian-eigenthings."""
-    return eigenthings_of(model, batches).matvec
+    data = [{"input_ids": tokens_BS1, "labels": tokens_BS1} for tokens_BS1 in batches]
+    return HessianOperator(model, data, hf_lm_loss()).matvec
 
 
 # Products with the Hessian of the mean loss over batches of one size.

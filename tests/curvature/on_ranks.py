@@ -25,26 +25,15 @@ from curvature.products.guard import check_product, difference_product
 from curvature.products.model import CurvedModel, Sharding
 from curvature.products.parameters import Parameters, Probe, local
 from curvature.products.sketch import CountSketch
+from tests.conftest import widths
 from tests.curvature.conftest import dots_of, random_tokens, tiny_model
 
 # Rows that neither 2 nor 3 ranks share evenly; keys and values have two rows, so that a third rank
 # has none of them.
-UNEVEN: dict[str, Any] = {
-    "vocab_size": 25,
-    "hidden_size": 10,
-    "intermediate_size": 13,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 1,
-}
+UNEVEN = widths(10, 13, 5, 1, vocab_size=25)
 # Weights and width of an ordinary model at its initialisation, where fp32 has its ordinary
 # rounding.
-ORDINARY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "std": 0.03,
-}
+ORDINARY = widths(64, 128, 4, 4, std=0.03)
 BATCHES = (1, 2, 3, 5)
 VARIANTS = [(tied, checkpointing) for tied in (False, True) for checkpointing in (False, True)]
 
@@ -127,9 +116,7 @@ def _products(record: Record, label: str, hessian: DualHessian, tokens_BS1: Tens
 
 
 def _plain(record: Record, ranks: Ranks, sharding: Sharding) -> None:
-    """Transformers' own forward pass: losses, a criterion that knows the rows, and differences
-    of its gradients.
-    """
+    """Transformers' own forward pass: losses, a criterion by rows, differences of gradients."""
     curved = CurvedModel(tiny_model(torch.float32, **ORDINARY), ranks=ranks, sharding=sharding)
     parameters = curved.parameters
     tokens_BS1 = random_tokens(5, length=15)
@@ -183,9 +170,7 @@ def _bytes_alive() -> int:
 
 
 def gradients_alive(hessian: DualHessian, tokens_BS1: Tensor) -> list[int]:
-    """Bytes of all gradients that are in `.grad` whenever the backward pass of `quadratic` adds
-    one, and at its end.
-    """
+    """Bytes of all `.grad` whenever the backward pass of `quadratic` adds one, and at its end."""
     weights, sizes = hessian.parameters.weights.values(), []
 
     def count(_: Tensor | None = None) -> None:
@@ -218,9 +203,7 @@ def guarded(ranks: Ranks) -> dict[str, Any]:
 
 
 def poisoned(ranks: Ranks) -> list[str]:
-    """The message of each way to a product for a model in which one rank holds a weight that is not a
-    number.
-    """
+    """The message of each way to a product where one rank holds a weight that is not a number."""
     messages = []
     for exact in (True, False):
         curved = CurvedModel(tiny_model(torch.float32), ranks=ranks, sharding="fsdp")

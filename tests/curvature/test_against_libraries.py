@@ -1,8 +1,4 @@
-"""Our exact products against those of three libraries: other code, other ways of
-differentiating, HF's own forward.
-"""
-
-from typing import Any
+"""Our exact products against three libraries that differentiate in other ways."""
 
 import pytest
 import torch
@@ -10,16 +6,12 @@ import torch
 from base.ranks import ALONE
 from curvature.products.exact import DualHessian
 from curvature.products.model import CurvedModel
+from tests.conftest import widths
 from tests.curvature.conftest import random_tokens, relative, tiny_model
 from tests.curvature.libraries import LIBRARIES
 
 # Wide enough, and with weights small enough, that fp32 rounds as it does in use.
-MODEL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+MODEL = widths(64, 96, 4, 2)
 
 
 def ours(dtype):
@@ -33,9 +25,7 @@ def gaussian(size):
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("direction", ["signs", "gaussian"])
 def test_product_of_a_batch(library, direction):
-    """fp32 on both sides; float64 is no stricter here, as HF's norms and softmax compute in
-    float32.
-    """
+    """fp32 on both sides: float64 is no stricter, as HF's norms and softmax are float32."""
     hessian, tokens = ours(torch.float32), random_tokens(batch=3)
     v_P = gaussian(hessian.parameters.size)
     v_P = v_P.sign() if direction == "signs" else v_P
@@ -45,9 +35,7 @@ def test_product_of_a_batch(library, direction):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_product_of_several_batches_is_the_mean_of_ours(library):
-    """So that a trace of ours over fresh batches and one of theirs over a data set are of the
-    same Hessian.
-    """
+    """So a trace over fresh batches and one over a data set are of the same Hessian."""
     hessian, batches = ours(torch.float32), [random_tokens(seed=seed) for seed in range(3)]
     v_P = gaussian(hessian.parameters.size)
     theirs_P = LIBRARIES[library](tiny_model(torch.float32, std=0.1, **MODEL), batches)(v_P)

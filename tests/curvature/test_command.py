@@ -6,7 +6,6 @@ Shapes: B sequences, S positions of a sequence, V vocabulary, N tokens, R rows o
 
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +16,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from base.cli import run_command
-from curvature.__main__ import app
 from curvature.products.parameters import block_of
 from curvature.products.probes import rademacher
-from quant_eval.__main__ import app as quant_eval
-from tests.conftest import make_hf_directory
-from tests.curvature.conftest import Dense, dense_hessian, differentiable_gradient
+from tests.conftest import make_hf_directory, widths
+from tests.curvature.conftest import Dense, command, dense_hessian, differentiable_gradient
 from train.data.batches import batch
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
@@ -33,40 +29,8 @@ SEED, LENGTH, SEQUENCES = 5, 12, 8
 FIXED = ["--fixed-sequences", str(SEQUENCES), "--sequence-length", str(LENGTH), "--seed", str(SEED)]
 
 
-def command(*arguments) -> int:
-    """The exit code of the command line."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["curvature", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            run_command(app, "curvature")
-    return int(ended.value.code or 0)
-
-
-def quantized_model(place: Path, train_prefix: Path, held_out_prefix: Path) -> Path:
-    """An HF directory whose dequantized weights are in quant/rtn-b3-g16."""
-    model = make_hf_directory(place / "model")
-    options = [
-        "--calibration",
-        train_prefix,
-        "--eval",
-        held_out_prefix,
-        "--eval-tokens",
-        "5000",
-        "--dense",
-    ]
-    options += ["--calibration-sequences", "2", "--spec", "rtn-b3-g16"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["quant_eval", "run", *map(str, (model, *options))])
-        with pytest.raises(SystemExit) as ended:
-            run_command(quant_eval, "quant_eval")
-    assert not ended.value.code
-    return model
-
-
 class Tiny(NamedTuple):
-    """A model of 1,500 parameters and text of 24 tokens, with what HF's own code says of them in
-    float64.
-    """
+    """A model of 1,500 parameters, 24 tokens of text, and HF's own figures in float64."""
 
     hf_dir: Path
     data: Path
@@ -120,13 +84,8 @@ def tiny(tmp_path_factory) -> Tiny:
     lines = [json.dumps({"text": " ".join(WORDS[letter] for letter in row)}) for row in letters]
     (root / "text.jsonl").write_text("\n".join(lines))
     prepare([root / "text.jsonl"], root / "tokenizer", root / "data")
-    shape: dict[str, Any] = {
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
-    hf_dir = make_hf_directory(root / "model", vocab_size=24, max_position_embeddings=16, **shape)
+    shape = widths(8, 12, 2, 2, vocab_size=24, max_position_embeddings=16)
+    hf_dir = make_hf_directory(root / "model", **shape)
     reference = AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="eager").double()
     unfinished = Tiny(hf_dir, root / "data", Dense(0.0, torch.empty(0), torch.empty(0)), reference)
     return unfinished._replace(dense=dense_hessian(reference, unfinished.tokens(0, SEQUENCES)))
@@ -144,9 +103,7 @@ def hutchinson(tiny) -> dict[str, Any]:
 
 
 def within(estimate: dict[str, Any], truth: float, errors: float = 4.0) -> None:
-    """The truth is no more than 4 standard errors away, which a right estimate misses once in
-    1,000 tries or less.
-    """
+    """Within 4 standard errors of the truth, which a right estimate misses once in 1,000."""
     assert abs(estimate["mean"] - truth) <= errors * estimate["standard_error"]
     assert estimate["standard_error"] > 0
 
@@ -273,9 +230,7 @@ def test_repeating_changes_nothing_and_saving_memory_only_rounding(tiny, hutchin
 
 
 def test_microbatches_of_the_fixed_batch_need_not_be_equal(tiny):
-    """Eight sequences in microbatches of three and two, or whole: the same mean loss, so the
-    same Hessian.
-    """
+    """Eight sequences in microbatches of three and two, or whole: the same mean loss."""
     few = ("--steps", "2", "--tolerance", "1e-4")
     parts, whole = (
         tiny.measured("lanczos", "--microbatch-sequences", size, *few) for size in ("3", "8")

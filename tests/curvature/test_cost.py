@@ -6,7 +6,6 @@ Shapes: B sequences, S positions of a sequence, D hidden, F width of the MLP, E 
 """
 
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ from curvature.products.exact import DualHessian, streamed
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Parameters, Probe
 from curvature.settings import HutchinsonSettings, LanczosSettings
-from tests.conftest import make_hf_directory
+from tests.conftest import make_hf_directory, widths
 from tests.curvature.allocated import most_allocated
 
 B, S, D, F, E, V, HEADS, KEY_HEADS = 2, 64, 64, 160, 16, 512, 4, 2
@@ -46,14 +45,8 @@ KERNELS = {
 
 
 def config_of(depth: int) -> Olmo2Config:
-    shape: dict[str, Any] = {
-        "hidden_size": D,
-        "intermediate_size": F,
-        "num_attention_heads": HEADS,
-        "eos_token_id": 0,
-    }
-    shape |= {"num_key_value_heads": KEY_HEADS, "max_position_embeddings": S, "vocab_size": V}
-    return Olmo2Config(num_hidden_layers=depth, **shape)
+    shape = widths(D, F, HEADS, KEY_HEADS, max_position_embeddings=S, vocab_size=V)
+    return Olmo2Config(num_hidden_layers=depth, eos_token_id=0, **shape)
 
 
 def settings_of(checkpointing: bool = False, dtype: str = "fp32") -> HutchinsonSettings:
@@ -111,9 +104,8 @@ def test_operations_by_hand():
     assert plain.flops == 3 * (linears + attention) + kernels + rotary
     dual = simulate(config_of(depth), settings_of(), S, dual=True)
     attention = attention * (S // 2 + S) // (2 * S)  # the first half of the queries sees half
-    constant = (
-        2 * tokens * (D * D + 2 * D * KEY_HEADS * E)
-    )  # the first block's input has a tangent that nobody varies
+    # the first block's input has a tangent that nobody varies
+    constant = 2 * tokens * (D * D + 2 * D * KEY_HEADS * E)
     assert dual.flops == 8 * linears + (9 + 3 / 2) * attention + rotary - constant
     thrifty = simulate(config_of(depth), settings_of(checkpointing=True), S, dual=True)
     assert thrifty.flops - dual.flops == 3 * (2 * tokens * depth * block + attention)
@@ -138,10 +130,8 @@ MASKS = 2 * 192 * 192 * (1 + 4)
 )
 def test_bytes_are_those_that_torch_allocates(dual, dtype, checkpointing, left_out):
     """By torch's count of a pass that is made; 1% is for what kernels take beside their tensors."""
-    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4}
-    config = Olmo2Config(
-        vocab_size=1024, num_hidden_layers=3, max_position_embeddings=192, eos_token_id=0, **shape
-    )
+    shape = widths(128, 384, 4, 4, vocab_size=1024, max_position_embeddings=192)
+    config = Olmo2Config(num_hidden_layers=3, eos_token_id=0, **shape)
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -194,54 +184,29 @@ def test_the_work_is_the_products_and_gradients_that_are_made(
     assert (counts["products"], counts["gradients"]) == work_of(settings)[:2]
 
 
-GIANTS: dict[str, dict[str, Any]] = {
-    "7B": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "32B": {
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-    }
-    | {"num_key_value_heads": 8},
+# of OLMo 2 (arXiv 2501.00656)
+GIANTS = {
+    "7B": widths(4096, 11008, 32, 32, num_hidden_layers=32),
+    "32B": widths(5120, 27648, 40, 8, num_hidden_layers=64),
 }
 
 
-CONFIGS = {
-    shape["hidden_size"]: Olmo2Config(
-        architectures=["Olmo2ForCausalLM"], vocab_size=100352, max_position_embeddings=4096, **shape
-    )
-    for shape in GIANTS.values()
-}
+def giant(name: str) -> Olmo2Config:
+    shape = GIANTS[name] | {"vocab_size": 100352, "max_position_embeddings": 4096}
+    return Olmo2Config(architectures=["Olmo2ForCausalLM"], **shape)
 
 
-def giant(tmp_path: Path, name: str) -> Path:
-    """config.json of OLMo 2 (arXiv 2501.00656), and nothing else."""
-    CONFIGS[GIANTS[name]["hidden_size"]].save_pretrained(tmp_path)
-    return tmp_path
-
-
-THRIFTY: dict[str, Any] = {
-    "dtype": "bf16",
-    "checkpointing": True,
-    "vectors": "host",
-    "microbatch_sequences": 1,
-}
+THRIFTY: dict[str, Any] = {"dtype": "bf16", "checkpointing": True, "vectors": "host"}
+THRIFTY |= {"microbatch_sequences": 1}
 H100 = GpuPlan()
 
 
-def test_traces_of_seven_billion_parameters_fit_one_gpu_and_64_gigabytes(tmp_path):
-    hf_dir = giant(tmp_path, "7B")
+def test_traces_of_seven_billion_parameters_fit_one_gpu_and_64_gigabytes():
     settings = HutchinsonSettings(lambda_max=False, **THRIFTY)
-    cost = estimate(read_config(hf_dir), settings, H100)
+    cost = estimate(giant("7B"), settings, H100)
     assert cost.parameters == 7_298_617_344
-    assert (
-        cost.product_flops > 8 * 2 * 4096 * 6.8e9
-    )  # the closed form without attention and recomputation
+    # the closed form without attention and recomputation
+    assert cost.product_flops > 8 * 2 * 4096 * 6.8e9
     weights, tangents = 4 * cost.parameters / 1e9, 2 * cost.parameters / 1e9
     assert weights + tangents < sum(cost.memory.values()) / 1e9 < 80  # these are certain
     assert weights < cost.host / 1e9 < 64  # theta is there, for the guard
@@ -249,51 +214,41 @@ def test_traces_of_seven_billion_parameters_fit_one_gpu_and_64_gigabytes(tmp_pat
     assert gpu.endswith("of 80 GB: fits")
 
 
-def test_an_eigenvalue_with_its_vectors_on_the_host_takes_no_more_of_a_gpu(tmp_path):
+def test_an_eigenvalue_with_its_vectors_on_the_host_takes_no_more_of_a_gpu():
     """Nothing of a product stays on the GPU; advice names what is not given yet."""
-    config = read_config(giant(tmp_path, "7B"))
-    settings = HutchinsonSettings(**THRIFTY)
-    memory = estimate(config, settings, H100).memory
-    assert (
-        memory == estimate(config, settings.model_copy(update={"lambda_max": False}), H100).memory
+    config, settings = giant("7B"), HutchinsonSettings(**THRIFTY)
+    traces, on_gpu = (
+        settings.model_copy(update=change)
+        for change in ({"lambda_max": False}, {"vectors": "device"})
     )
-    on_gpu = settings.model_copy(update={"vectors": "device"})
-    (line,) = (
-        text for text in cost_lines(estimate(config, on_gpu, H100), on_gpu, H100) if "NOT" in text
-    )
+    assert estimate(config, settings, H100).memory == estimate(config, traces, H100).memory
+    lines = cost_lines(estimate(config, on_gpu, H100), on_gpu, H100)
+    (line,) = (text for text in lines if "NOT" in text)
     assert line.endswith("DOES NOT FIT; give --vectors host, or more ranks with --sharding fsdp")
 
 
-def test_vectors_and_models_of_all_ranks_of_a_node_count(tmp_path):
-    hf_dir = giant(tmp_path, "7B")
-    settings = HutchinsonSettings(**THRIFTY)
-    eight = H100._replace(world_size=8)
-    cost, sixteen = (
-        estimate(read_config(hf_dir), settings, each)
-        for each in (eight, H100._replace(world_size=16))
-    )
+def test_vectors_and_models_of_all_ranks_of_a_node_count():
+    config, settings = giant("7B"), HutchinsonSettings(**THRIFTY)
+    eight, two_nodes = (H100._replace(world_size=size) for size in (8, 16))
+    cost, sixteen = (estimate(config, settings, each) for each in (eight, two_nodes))
     vectors = cost.host - 8 * PROCESS_BYTES
     assert vectors >= 8 * 4 * cost.parameters * settings.max_iterations
     assert sixteen.host == cost.host, "8 on each of two nodes"
     traces, sharded = {"lambda_max": False}, {"sharding": "fsdp"}
     host = [
-        estimate(read_config(hf_dir), settings.model_copy(update=changed), eight).host
-        - 8 * PROCESS_BYTES
+        estimate(config, settings.model_copy(update=changed), eight).host - 8 * PROCESS_BYTES
         for changed in (traces, sharded, traces | sharded)
     ]
     theta = 8 * 4 * cost.parameters
     assert host == pytest.approx([theta, vectors / 8, theta / 8]), "nothing is loaded whole"
 
 
-def test_the_time_is_of_products_and_of_bytes(tmp_path):
+def test_the_time_is_of_products_and_of_bytes():
     """A product of OLMo2-7B, 4,096 tokens in bf16, checkpointing. Operation by operation, without a
     fused function, it was 6.7 TB and 3.4 s, 16 to 20% of the peak, by a count made apart from this.
     """
-    hf_dir = giant(tmp_path, "7B")
-    settings = HutchinsonSettings(lambda_max=False, **THRIFTY)
-    h100, h200 = (
-        estimate(read_config(hf_dir), settings, H100._replace(gpu=gpu)) for gpu in ("h100", "h200")
-    )
+    config, settings = giant("7B"), HutchinsonSettings(lambda_max=False, **THRIFTY)
+    h100, h200 = (estimate(config, settings, H100._replace(gpu=gpu)) for gpu in ("h100", "h200"))
     assert 1.9 <= h100.product_seconds <= 2.1
     assert 0.32 < h100.product_flops / h100.product_seconds / 989e12 < 0.36
     matrices = h100.product_flops / (0.6 * 989e12)
@@ -303,18 +258,16 @@ def test_the_time_is_of_products_and_of_bytes(tmp_path):
 
 
 @pytest.mark.stress
-def test_thirty_two_billion_on_eight_gpus(tmp_path):
+def test_thirty_two_billion_on_eight_gpus():
     settings = HutchinsonSettings(
         sharding="fsdp", lambda_max=False, **THRIFTY | {"microbatch_sequences": 8}
     )
-    cost = estimate(read_config(giant(tmp_path, "32B")), settings, H100._replace(world_size=8))
+    cost = estimate(giant("32B"), settings, H100._replace(world_size=8))
     assert sum(cost.memory.values()) < 80e9
 
 
 def test_bytes_moved_by_hand(monkeypatch):
-    """Everything but products of matrices reads its tensors and writes its result; a view does
-    neither.
-    """
+    """All but products of matrices reads its tensors and writes its result; views do not."""
     a, b = torch.zeros(8, 4), torch.zeros(8, 4)
     matrix = torch.zeros(4, 4, dtype=torch.bfloat16)
     with simulation.Count(set()) as count:
@@ -339,12 +292,10 @@ def test_ranks_that_find_no_work_save_no_time(tmp_path):
 
     shared: dict[str, Any] = {"sharding": "fsdp", "microbatch_sequences": 2}
     alone, two = seconds(1, **shared), seconds(2, **shared)
-    assert two == pytest.approx(
-        alone / 2, rel=0.02
-    )  # kernels of less: what does not grow with the batch stays
-    assert 0.9 * two < seconds(8, **shared) <= two, (
-        "only a probe's signs and products are shared further"
-    )
+    # kernels of less: what does not grow with the batch stays
+    assert two == pytest.approx(alone / 2, rel=0.02)
+    # only a probe's signs and products are shared further
+    assert 0.9 * two < seconds(8, **shared) <= two
 
 
 def test_plans():
@@ -361,9 +312,7 @@ def test_sequences_beyond_the_context(hf_dir):
 
 
 class Vectors(TorchDispatchMode):
-    """Counts vectors over all parameters that are alive at once, at most; several may be in one
-    storage.
-    """
+    """Counts vectors over all parameters alive at once; a storage may hold several."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -393,12 +342,9 @@ class Vectors(TorchDispatchMode):
     ids=["traces", "hutchinson", "lanczos"],
 )
 def test_vectors_are_those_that_are_held(monkeypatch, hf_dir, held_out_prefix, settings):
-    """As many as are counted, or one fewer; traces alone hold one, theta, while the guard moves
-    the parameters.
-    """
-    monkeypatch.setattr(
-        curvature.products.parameters, "ENTRIES_PER_SUM", {"cpu": 20_000}
-    )  # P is 41,248, and a part no vector
+    """As many as are counted, or one fewer; traces alone hold one, theta, for the guard."""
+    # P is 41,248, and a part no vector
+    monkeypatch.setattr(curvature.products.parameters, "ENTRIES_PER_SUM", {"cpu": 20_000})
     monkeypatch.setattr(curvature.spectrum.lanczos, "ENTRIES_AT_ONCE", 20_000)
     size = Parameters(AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)).size
     with Vectors(4 * size) as vectors:

@@ -1,6 +1,4 @@
-"""The start-up guard: right products pass, wrong ones are refused, and the line is where it is
-said to be.
-"""
+"""The start-up guard: right products pass, wrong ones are refused, by the stated limits."""
 
 import pytest
 import torch
@@ -110,9 +108,7 @@ def test_the_line_is_at_one_percent(curved, right, factor, passes, dtype):
 
 @pytest.mark.parametrize(("dtype", "limit"), [("fp32", 0.01), ("bf16", 0.05)])
 def test_an_error_that_the_quadratic_form_does_not_see_is_refused_too(curved, right, dtype, limit):
-    """Orthogonal to v: v'Hv is right, the vector is wrong by a tenth more or less than the
-    limit.
-    """
+    """Orthogonal to v: v'Hv is right, the vector wrong by a tenth more or less than the limit."""
     v_p = curved.parameters.probe(Probe(0, 0))
     aside_p = curved.parameters.probe(Probe(0, 1))
     aside_p -= v_p * (aside_p @ v_p) / (v_p @ v_p)

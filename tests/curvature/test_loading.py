@@ -9,10 +9,9 @@ from transformers import AutoModelForCausalLM
 from base.errors import UserError
 from base.ranks import ALONE
 from ckpt_tools.hf.configuration import read_config
-from curvature.loading import WeightFiles
 from curvature.products.model import CurvedModel
 from curvature.settings import StepSettings
-from curvature.subject import open_model
+from curvature.subject import WeightFiles, open_model
 from tests.curvature.architectures.variants import VARIANTS
 from tests.curvature.conftest import tiny_model
 from tests.published import KINDS, make_published
@@ -30,7 +29,7 @@ def resident_mib() -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_weight_and_constant_is_the_files(tmp_path, monkeypatch, variant, dtype):
     """Rows are read one at a time, as those of a large matrix are in parts."""
-    monkeypatch.setattr("curvature.loading.BYTES_AT_ONCE", 1)
+    monkeypatch.setattr("curvature.subject.BYTES_AT_ONCE", 1)
     tiny_model(torch.float32, **VARIANTS[variant]).to(dtype).save_pretrained(tmp_path)
     files = WeightFiles(tmp_path, read_config(tmp_path))
     model = files.empty(CPU)

@@ -1,13 +1,18 @@
-"""Flat vectors over a model that one process holds; `test_sharded.py` has those that are on
-several.
+"""Flat vectors over a model of one process, and pictures of them by the textbook's definition.
+
+`test_sharded.py` has the vectors of several processes.
 """
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+import curvature.products.sketch
 from curvature.products.parameters import ENTRIES_PER_SUM, Parameters, Probe, block_of, dot, is_norm
+from curvature.products.probes import rademacher
+from curvature.products.sketch import BUCKETS, ENTRIES_AT_ONCE, SIGNS_PROBE, CountSketch
 from tests.curvature.conftest import dots_of, tiny_model
 
 
@@ -17,18 +22,11 @@ def model():
 
 
 def test_vectors_run_in_the_order_of_the_models_own_parameters(model):
-    parameters = Parameters(model)
-    assert torch.equal(parameters.point(), torch.nn.utils.parameters_to_vector(model.parameters()))
-    assert (
-        parameters.size
-        == len(parameters.point())
-        == sum(weight.numel() for weight in model.parameters())
-    )
-    assert (
-        list(parameters.weights)
-        == list(parameters.shapes)
-        == [name for name, _ in model.named_parameters()]
-    )
+    parameters, names = Parameters(model), [name for name, _ in model.named_parameters()]
+    theta_p = torch.nn.utils.parameters_to_vector(model.parameters())
+    assert torch.equal(parameters.point(), theta_p)
+    assert parameters.size == len(theta_p)
+    assert list(parameters.weights) == list(parameters.shapes) == names
 
 
 def test_parts_are_views_in_the_shapes_of_the_weights(model):
@@ -81,9 +79,7 @@ def test_a_tied_parameter_is_one(model):
 
 @pytest.mark.parametrize("length", [1, ENTRIES_PER_SUM["cpu"], ENTRIES_PER_SUM["cpu"] + 3])
 def test_sums_of_fp32_vectors_are_exact_to_float64(length):
-    """A large pair that cancels among small ones: a sum in fp32 loses these. math.fsum rounds
-    once.
-    """
+    """A large pair cancels among small ones, which fp32 would lose. math.fsum rounds once."""
     parameters = Parameters(torch.nn.Linear(length, 1, bias=False))
     a_p, b_p = torch.randn(2, length, generator=torch.Generator().manual_seed(0))
     if length > 1:
@@ -99,17 +95,6 @@ def test_sums_of_fp32_vectors_are_exact_to_float64(length):
     assert parameters.norm(a_p) == pytest.approx(
         math.sqrt(math.fsum(x * x for x in a_p.tolist())), rel=1e-13
     )
-
-
-def test_dots_are_those_of_each_tensor(model):
-    parameters = Parameters(model)
-    a_p, b_p = torch.randn(
-        2, parameters.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
-    a, b = parameters.split(a_p), parameters.split(b_p)
-    dots = dots_of(parameters, a_p, b_p)
-    assert dots == pytest.approx({name: float((a[name] * b[name]).sum()) for name in a})
-    assert sum(dots.values()) == pytest.approx(float(a_p @ b_p))
 
 
 def test_what_ranks_hold_is_summed():
@@ -147,9 +132,72 @@ def test_names_tell_block_and_norm(name, block, norm):
 
 
 def test_vectors_may_lie_elsewhere_than_the_model():
-    """The meta device stands for another one: what is made for vectors is made there, the model
-    stays.
-    """
+    """The meta device stands for another: vectors are made there, the model stays."""
     parameters = Parameters(torch.nn.Linear(3, 2), device=torch.device("meta"))
     assert parameters.zeros().device.type == parameters.probe(Probe(0, 0)).device.type == "meta"
     assert parameters.signs("weight", Probe(0, 0)).device.type == "cpu"
+
+
+def picture(sketch: CountSketch, parameters: Parameters, v_p: torch.Tensor) -> torch.Tensor:
+    parts = parameters.split(v_p)
+    return sketch.whole(lambda name: sketch.part(name, parts[name]))
+
+
+@pytest.mark.parametrize("at_once", [8, 16, ENTRIES_AT_ONCE])
+def test_buckets_are_those_of_the_definition(monkeypatch, at_once):
+    """Entry i times its sign goes to bucket i mod 8; tensors of 8 entries or fewer stay."""
+    monkeypatch.setattr(curvature.products.sketch, "BUCKETS", 8)
+    monkeypatch.setattr(curvature.products.sketch, "ENTRIES_AT_ONCE", at_once)
+    parameters = Parameters(torch.nn.Linear(7, 5))
+    v_p = torch.randn(parameters.size, generator=torch.Generator().manual_seed(0))
+    sketch = CountSketch(parameters, Probe(3, 1))
+    expected: list[float] = []
+    for name, part in parameters.split(v_p).items():
+        x = part.flatten().double().numpy()
+        signs, along = (
+            rademacher(name, 0, len(x), seed=3, probe=probe, dtype=torch.float64).numpy()
+            for probe in (SIGNS_PROBE, 1)
+        )
+        buckets = np.zeros(min(len(x), 8))
+        for index, entry in enumerate(signs * x):
+            buckets[index % 8] += entry
+        expected += [along @ x, *buckets]
+    assert picture(sketch, parameters, v_p).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_what_fits_its_buckets_is_kept_exactly():
+    parameters = Parameters(torch.nn.Linear(30, 20))
+    v_p = torch.randn(parameters.size, generator=torch.Generator().manual_seed(0))
+    sketch = CountSketch(parameters, Probe(0, 0))
+    picture_s = picture(sketch, parameters, v_p)
+    assert sketch.norm(picture_s) == pytest.approx(float(v_p.double().norm()), rel=1e-12)
+    along_p = parameters.probe(Probe(0, 0))
+    assert sketch.dots(picture_s) == pytest.approx(dots_of(parameters, along_p, v_p), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["all alike", "random", "one row", "the probe itself"])
+def test_lengths_are_kept_within_the_stated_scatter(kind):
+    """A million entries: 4 times sqrt(2 / 65536) of |x|^2, half of it of |x|."""
+    parameters = Parameters(torch.nn.Linear(1024, 1000, bias=False))
+    v_p = torch.ones(parameters.size)
+    if kind == "random":
+        v_p = torch.randn(parameters.size, generator=torch.Generator().manual_seed(0))
+    elif kind == "one row":
+        v_p[1024:] = 0.0
+    elif kind == "the probe itself":
+        v_p = parameters.probe(Probe(0, 0))
+    sketch = CountSketch(parameters, Probe(0, 0))
+    norm = sketch.norm(picture(sketch, parameters, v_p))
+    assert norm == pytest.approx(float(v_p.double().norm()), rel=2 * math.sqrt(2 / BUCKETS))
+
+
+def test_differences_of_pictures_are_pictures_of_differences():
+    parameters = Parameters(torch.nn.Linear(300, 400))
+    a_p, b_p = torch.randn(
+        2, parameters.size, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+    )
+    sketch = CountSketch(parameters, Probe(0, 0))
+    of_both, apart = (picture(sketch, parameters, v_p) for v_p in (a_p - b_p, a_p))
+    torch.testing.assert_close(
+        apart - picture(sketch, parameters, b_p), of_both, rtol=1e-5, atol=1e-5
+    )

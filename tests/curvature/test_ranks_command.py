@@ -6,33 +6,28 @@ from typing import Any
 
 import pytest
 
-from tests.curvature.test_command import command, quantized_model
+from tests.conftest import make_hf_directory
+from tests.curvature.conftest import command, quantize
 from tests.runs import error_line, ranks
 
 # Five pairs in microbatches of two and a fixed batch of two and one: shares are uneven at two and
 # at three ranks, and of three ranks that share a model or the fixed batch one has no sequence.
-OPTIONS = [
-    "--sequence-length",
-    "24",
-    "--microbatch-sequences",
-    "2",
-    "--fixed-sequences",
-    "3",
-    "--tolerance",
-    "1e-3",
-]
-PAIRS = ["--pairs", "5", "--norm-pairs", "3", "--companion-pairs", "3", "--max-iterations", "50"]
+OPTIONS = "--sequence-length 24 --microbatch-sequences 2 --fixed-sequences 3 --tolerance 1e-3"
+PAIRS = "--pairs 5 --norm-pairs 3 --companion-pairs 3 --max-iterations 50"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, train_prefix, held_out_prefix) -> Path:
     """An HF directory with a result that kept its dequantized weights."""
-    return quantized_model(tmp_path_factory.mktemp("ranks"), train_prefix, held_out_prefix)
+    directory = make_hf_directory(tmp_path_factory.mktemp("ranks") / "model")
+    quantize(directory, train_prefix, held_out_prefix)
+    return directory
 
 
 @pytest.fixture(scope="module")
 def alone(model, held_out_prefix) -> dict[str, Any]:
-    assert command("hutchinson", model, "--data", held_out_prefix, *OPTIONS, *PAIRS) == 0
+    options = [*OPTIONS.split(), *PAIRS.split()]
+    assert command("hutchinson", model, "--data", held_out_prefix, *options) == 0
     return result_of(model / "curvature/hutchinson")
 
 
@@ -53,32 +48,19 @@ def result_of(directory: Path) -> dict[str, Any]:
 )
 def test_ranks_change_rounding_alone(tmp_path, model, alone, held_out_prefix, size, sharding):
     out = tmp_path / "out"
-    program = [
-        "curvature",
-        "hutchinson",
-        model,
-        "--data",
-        held_out_prefix,
-        *OPTIONS,
-        *PAIRS,
-        "--sharding",
-        sharding,
-    ]
-    program = [*map(str, program), "--out", str(out)]
-    done = ranks(size, *program)
+    options = [*OPTIONS.split(), *PAIRS.split(), "--sharding", sharding, "--out", str(out)]
+    program = ["curvature", "hutchinson", str(model), "--data", str(held_out_prefix)]
+    done = ranks(size, *program, *options)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("trace ") == 1  # rank 0 says what it wrote
     shared = result_of(out)
     assert shared["spec"] == alone["spec"] | {"ranks": size, "sharding": sharding}
     assert shared["model"] == alone["model"]
     measured, expected = shared["measured"], alone["measured"]
-    for values, known in (
-        (measured["trace"], expected["trace"]),
-        *(
-            (measured["block_traces"][block], known)
-            for block, known in expected["block_traces"].items()
-        ),
-    ):
+    traces = [(measured["trace"], expected["trace"])]
+    blocks = measured["block_traces"]
+    traces += [(blocks[block], known) for block, known in expected["block_traces"].items()]
+    for values, known in traces:
         scale = max(map(abs, known["per_microbatch"]))
         # 1e-6 of the trace; values of blocks are sums with cancellation, of which fp32 keeps as
         # much
@@ -88,32 +70,18 @@ def test_ranks_change_rounding_alone(tmp_path, model, alone, held_out_prefix, si
         assert values["interval"] == pytest.approx(known["interval"], rel=1e-5, abs=1e-5 * scale)
     assert measured["loss"] == pytest.approx(expected["loss"], rel=1e-7)
     for name in ("gauss_newton_trace", "fisher_trace"):
-        assert measured[name]["mean"] == pytest.approx(expected[name]["mean"], rel=1e-6)
-        assert measured[name]["standard_error"] == pytest.approx(
-            expected[name]["standard_error"], rel=1e-4
-        )
-    assert measured["norm_traces"]["total"]["mean"] == pytest.approx(
-        expected["norm_traces"]["total"]["mean"], rel=1e-5
-    )
-    assert measured["lambda_max"]["value"] == pytest.approx(
-        expected["lambda_max"]["value"], rel=1e-5
-    )
-    assert (measured["parameters"], measured["lambda_max"]["converged"]) == (
-        expected["parameters"],
-        True,
-    )
+        ours, theirs = measured[name], expected[name]
+        assert ours["mean"] == pytest.approx(theirs["mean"], rel=1e-6)
+        assert ours["standard_error"] == pytest.approx(theirs["standard_error"], rel=1e-4)
+    norms, top = (measured["norm_traces"]["total"], measured["lambda_max"])
+    assert norms["mean"] == pytest.approx(expected["norm_traces"]["total"]["mean"], rel=1e-5)
+    assert top["value"] == pytest.approx(expected["lambda_max"]["value"], rel=1e-5)
+    assert (measured["parameters"], top["converged"]) == (expected["parameters"], True)
 
 
 def test_a_step_on_two_ranks(tmp_path, model, held_out_prefix):
-    options = [
-        "--quantized",
-        model / "quant/rtn-b3-g16",
-        "--data",
-        held_out_prefix,
-        "--microbatches",
-        "2",
-    ]
-    options += ["--microbatch-sequences", "3", "--sequence-length", "24"]
+    options = ["--quantized", model / "quant/rtn-b3-g16", "--data", held_out_prefix]
+    options += ["--microbatches", "2", "--microbatch-sequences", "3", "--sequence-length", "24"]
     assert command("step", model, *options, "--out", tmp_path / "alone") == 0
     program = [*map(str, ("curvature", "step", model, *options)), "--out", str(tmp_path / "out")]
     done = ranks(2, *program, "--sharding", "fsdp")
@@ -135,15 +103,8 @@ def test_a_step_on_two_ranks(tmp_path, model, held_out_prefix):
 
 
 def test_a_refusal_is_one_line_of_all_ranks(tmp_path, model, held_out_prefix):
-    step = [
-        "curvature",
-        "step",
-        str(model),
-        "--data",
-        str(held_out_prefix),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    line = error_line(ranks(2, *step, "--quantized", str(model / "quant/rtn-b3-g16")))
+    given = ["--quantized", model / "quant/rtn-b3-g16", "--data", held_out_prefix]
+    step = ["curvature", "step", model, *given, "--out", tmp_path / "out"]
+    line = error_line(ranks(2, *map(str, step)))
     assert "2 ranks share the products of a step; give --sharding fsdp" in line
     assert not (tmp_path / "out").exists()

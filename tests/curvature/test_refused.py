@@ -1,6 +1,4 @@
-"""Refusals of the commands of curvature: one line, exit code 2, nothing written; and where
-results go otherwise.
-"""
+"""Refusals: one line, exit code 2, nothing written; and where results go otherwise."""
 
 import json
 import re
@@ -15,7 +13,7 @@ from transformers import Olmo2ForCausalLM
 from curvature.dual import blocks
 from curvature.dual.elementwise import rms_norm
 from tests.conftest import make_hf_directory
-from tests.curvature.test_command import command, quantized_model
+from tests.curvature.conftest import command, quantize
 from tests.sealing import reseal
 
 SMALL = ["--sequence-length", "16", "--fixed-sequences", "2", "--max-iterations", "3"]
@@ -43,44 +41,28 @@ def refusal(capsys, tmp_path, held_out_prefix):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--pairs", "0"], "'pairs'"),
-        (["--pairs", "-4"], "'pairs'"),
-        (["--pairs", "100000"], "sequences of 16 tokens, 200000 are needed; give more text"),
-        (["--norm-pairs", "1"], "'norm_pairs'"),
-        (["--companion-pairs", "1"], "'companion_pairs'"),
-        (["--tolerance", "nan"], "'tolerance'"),
-        (["--max-iterations", "1"], "'max_iterations'"),
-        (
-            ["--max-iterations", "999999999"],
-            "vectors of 41,248 entries and a pass take .* lower --max-iterations",
-        ),
-        (["--microbatch-sequences", "0"], "'microbatch_sequences'"),
-        (["--sequence-length", "65"], "beyond the model's context 64"),
-        (["--seed", "-1"], "'seed'"),
-        (["--data", "nowhere/at-all"], "does not exist; make it with"),
-        (["--dry-run", "b9000"], "--dry-run b9000 names no GPUs; give a kind"),
-    ],
-)
-def test_bad_options(refusal, hf_dir, options, message):
-    line = refusal(hf_dir, *options)
-    assert re.search(message, line), line
-
-
-@pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        ("lanczos", ["--largest", "0"], "'largest'"),
-        (
-            "lanczos",
-            ["--largest", "9", "--max-iterations", "8"],
-            "give --max-iterations 12 or ask for fewer",
-        ),
+        ("hutchinson", "--pairs 0", "'pairs'"),
+        ("hutchinson", "--pairs -4", "'pairs'"),
+        ("hutchinson", "--pairs 100000", "of 16 tokens, 200000 are needed; give more text"),
+        ("hutchinson", "--norm-pairs 1", "'norm_pairs'"),
+        ("hutchinson", "--companion-pairs 1", "'companion_pairs'"),
+        ("hutchinson", "--tolerance nan", "'tolerance'"),
+        ("hutchinson", "--max-iterations 1", "'max_iterations'"),
+        ("hutchinson", "--max-iterations 999999999", "41,248 entries .* lower --max-iterations"),
+        ("hutchinson", "--microbatch-sequences 0", "'microbatch_sequences'"),
+        ("hutchinson", "--sequence-length 65", "beyond the model's context 64"),
+        ("hutchinson", "--seed -1", "'seed'"),
+        ("hutchinson", "--data nowhere/at-all", "does not exist; make it with"),
+        ("hutchinson", "--dry-run b9000", "--dry-run b9000 names no GPUs; give a kind"),
+        ("lanczos", "--largest 0", "'largest'"),
+        ("lanczos", "--largest 9 --max-iterations 8", "give --max-iterations 12 or ask for fewer"),
     ],
 )
-def test_bad_options_of_the_other_specs(refusal, hf_dir, spec, options, message):
-    assert message in refusal(hf_dir, *options, spec=spec)
+def test_bad_options(refusal, hf_dir, spec, options, message):
+    line = refusal(hf_dir, *options.split(), spec=spec)
+    assert re.search(message, line), line
 
 
 @pytest.mark.parametrize("option", ["--sharding", "--device", "--vectors", "--dtype", "--products"])
@@ -173,7 +155,9 @@ def test_results_lie_beside_their_models_and_nowhere_else(capsys, tmp_path, held
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory, train_prefix, held_out_prefix) -> Path:
     """A model whose dequantized weights are in quant/rtn-b3-g16."""
-    return quantized_model(tmp_path_factory.mktemp("quantized"), train_prefix, held_out_prefix)
+    model = make_hf_directory(tmp_path_factory.mktemp("quantized") / "model")
+    quantize(model, train_prefix, held_out_prefix)
+    return model
 
 
 def test_steps(capsys, tmp_path, quantized, held_out_prefix):
@@ -182,16 +166,8 @@ def test_steps(capsys, tmp_path, quantized, held_out_prefix):
     before = (result / "result.json").read_bytes()
 
     def refused(model, directory, *options) -> str:
-        arguments = [
-            "--quantized",
-            directory,
-            "--data",
-            held_out_prefix,
-            "--sequence-length",
-            "16",
-            *options,
-        ]
-        assert command("step", model, *arguments) == 2
+        given = ["--quantized", directory, "--data", held_out_prefix, "--sequence-length", 16]
+        assert command("step", model, *given, *options) == 2
         assert (result / "result.json").read_bytes() == before
         assert not (quantized / "curvature").exists()
         return str(capsys.readouterr().err.splitlines()[-1])
@@ -207,19 +183,7 @@ def test_steps(capsys, tmp_path, quantized, held_out_prefix):
     shutil.copytree(result, bare)
     shutil.rmtree(bare / "dense")
     assert "holds no dequantized weights; measure it with" in refused(quantized, bare)
-    assert (
-        command(
-            "step",
-            quantized,
-            "--quantized",
-            result,
-            "--data",
-            held_out_prefix,
-            "--microbatches",
-            "2",
-        )
-        == 0
-    )
-    assert [path.name for path in (quantized / "curvature/step-rtn-b3-g16").iterdir()] == [
-        "result.json"
-    ]
+    given = ["--quantized", result, "--data", held_out_prefix, "--microbatches", 2]
+    assert command("step", quantized, *given) == 0
+    (written,) = (quantized / "curvature/step-rtn-b3-g16").iterdir()
+    assert written.name == "result.json"

@@ -1,6 +1,4 @@
-"""The core of curvature on two and three ranks that share a model (FSDP2), against one process
-that holds it whole.
-"""
+"""The core of curvature on ranks that share a model (FSDP2), against one that holds it."""
 
 import json
 from typing import Any, NamedTuple
@@ -27,9 +25,7 @@ EXACT = [
 
 
 class Shared(NamedTuple):
-    """Results of several ranks: their parts of vectors joined, by vector and tensor, and the
-    figures of each.
-    """
+    """Results of ranks: parts of vectors joined, by vector and tensor; figures of each."""
 
     vectors: dict[str, dict[str, Tensor]]
     figures: list[dict[str, Any]]
@@ -106,9 +102,7 @@ def quadratic_of(figures: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("label", EXACT)
 def test_products_in_float64(shared, alone, label):
-    """Large weights in few rows: v'Hv may cancel to a thirtieth of what it is summed from,
-    hence 1e-12 of that.
-    """
+    """v'Hv may cancel to a thirtieth of what it is summed from, hence 1e-12 of that."""
     values, expected = shared.figures[0][label], alone.figures[0][label]
     scale = sum(map(abs, expected["dots"].values()))
     for way in ("of the product", "of the form", "of the probe"):
@@ -144,9 +138,7 @@ def test_bf16_computation_with_fp32_shards(shared, alone):
 
 
 def test_losses_by_the_models_own_forward(shared, alone):
-    """Products of the batch, by a criterion that weighs its rows, at a moved point, and back; fp32 sums
-    in another order.
-    """
+    """Losses of the batch, by a criterion of its rows, at a moved point, and back; fp32 rounds."""
     here, weighted, there, back = alone.figures[0]["plain losses"]
     assert abs(there - here) > 1e-3
     assert here == back != weighted
@@ -169,9 +161,7 @@ def test_differences_of_gradients(shared, alone):
 
 
 def test_streaming_keeps_one_gradient_at_a_time(shared):
-    """All of `.grad` whenever the backward pass adds to it: the largest tensor's at most, and
-    none at the end.
-    """
+    """All `.grad` whenever the backward pass adds to it: the largest tensor's at most."""
     hessian = DualHessian(CurvedModel(tiny_model(**on_ranks.UNEVEN), ranks=ALONE))
     sizes = [weight.shape for weight in hessian.parameters.weights.values()]
     for processes, alive in [
@@ -204,9 +194,7 @@ def test_streaming_takes_less_memory_than_the_gradient():
 
 
 def test_a_rank_holds_its_part_of_the_model_only(shared, alone):
-    """All tensors that Python knows: parameters and tangents, in rows dealt out and padded; in
-    one process, whole.
-    """
+    """All tensors that Python knows: parameters and tangents, in padded rows or whole."""
     whole = alone.figures[0]["memory"]
     assert whole["alive"] >= 2 * whole["weights"] == 2 * whole["whole"]
     processes = len(shared.figures)
@@ -232,9 +220,7 @@ def test_a_weight_that_is_not_a_number_ends_every_rank(shared):
 
 
 def test_ranks_that_hold_whole_models_do_not_wait_for_each_other(shared):
-    """Rank r makes r products on batches of its own; with a collective among them the ranks
-    could not all end.
-    """
+    """Rank r makes r products of its own; with a collective among them none would end."""
     hessian = DualHessian(CurvedModel(tiny_model(), ranks=ALONE))
     expected: list[float] = []
     for rank, figures in enumerate(shared.figures):

@@ -14,7 +14,7 @@ import zstandard
 from study.recipes.resolve import resolve
 from study.results.collect import collect_rows
 from study.results.table import write_table
-from study.text_kinds import TokenFiles
+from study.text_kinds import PreparedText
 from tests.ckpt_tools.released.fake_hub import FakeHub, config_json
 from tests.conftest import make_hf_directory
 from tests.docs.pages import PROJECT
@@ -22,7 +22,7 @@ from tests.interpreter import interpreter
 from tests.quant_eval.tasks.task_files import write_task_files
 from tests.slurm.conftest import lab, slurm_installed  # noqa: F401  (fixtures)
 from tests.study.smoke import NAME
-from tests.study.synthetic import write_study
+from tests.study.synthetic import text_in_place, write_study
 
 REVISION = "stage1-step1907359-tokens4001B"
 QUANTIZATION = {
@@ -37,7 +37,7 @@ RECIPE = '''"""In place of a large recipe: one run at a constant rate."""
 
 from study.measurements.quantization import QuantizationSettings
 from study.recipes import parts
-from study.text_kinds import TokenFiles
+from study.text_kinds import PreparedText, TokenFile
 from train.model.presets import olmo2
 from train.run.optimization import ConstantPhase, ScheduleConfig
 
@@ -109,12 +109,11 @@ def checkout(tmp_path_factory, smoke_root) -> Path:
     shutil.copytree(smoke_root, root / "runs", ignore=shutil.ignore_patterns("ml*"))
     (root / "recipes").mkdir()
     data = root / "runs" / NAME / "data"
-    text = TokenFiles(
-        train=str(data / "train"),
-        held_out=str(data / "held_out"),
-        calibration=str(data / "calibration"),
-        tokenizer=str(data / "corpus/tokenizer"),
-        sha256="0" * 64,
+    text = text_in_place(
+        train=data / "train",
+        held_out=data / "held_out",
+        calibration=data / "calibration",
+        tokenizer=data / "corpus/tokenizer",
     )
     for name in ("tiny", "olmo2-30m-lr", "olmo2-190m-lr", "olmo2-7b-lr"):
         recipe = RECIPE.format(
@@ -130,7 +129,7 @@ def checkout(tmp_path_factory, smoke_root) -> Path:
     return root
 
 
-def _own_recipe(text: TokenFiles) -> str:
+def _own_recipe(text: PreparedText) -> str:
     """Return the first recipe of the guide, of one small run on the smoke study's text."""
     page = (PROJECT / "docs/guides/own-ablation.md").read_text()
     recipe = str(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0])
@@ -140,7 +139,10 @@ def _own_recipe(text: TokenFiles) -> str:
             "olmo2(hidden_size=96, layers=3, heads=4, intermediate_size=256), parts.SMALL_TEXT",
             f"{small}.model_copy(update={{'vocab_size': 1024}}), {text!r}",
         ),
-        ("from study.definition", "from study.text_kinds import TokenFiles\nfrom study.definition"),
+        (
+            "from study.definition",
+            "from study.text_kinds import PreparedText, TokenFile\nfrom study.definition",
+        ),
         (
             "parts.SMALL_QUANTIZATION",
             f"parts.SMALL_QUANTIZATION.model_copy(update={QUANTIZATION!r})",

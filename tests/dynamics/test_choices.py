@@ -1,6 +1,5 @@
 """Choices where the best one is planted: of a peak learning rate, of cooldowns, of an average."""
 
-import json
 import math
 import re
 import subprocess
@@ -34,12 +33,18 @@ from study.recipes.resolve import resolve
 from study.results.paired import Paired
 from study.results.table import Row
 from study.steps import steps_of
-from study.text_kinds import TokenFiles
 from tests.present import present
-from tests.sealing import reseal
+from tests.sealing import measured_in, reseal
 from tests.study import factors
 from tests.study.claimed import SPEC, branched, rows_of, run_of, study_of
-from tests.study.synthetic import TOKENS, per_document, result_of, table_of, write_study
+from tests.study.synthetic import (
+    TOKENS,
+    per_document,
+    result_of,
+    table_of,
+    text_in_place,
+    write_study,
+)
 from train.data.corpus import open_corpus
 from train.run.schedules import learning_rate
 
@@ -173,8 +178,8 @@ def test_the_standard_error_is_that_of_leaving_documents_out(tmp_path):
     for document in range(len(TOKENS)):
         logs = []
         for row in (pair.first, pair.second):
-            result = directory / row["run"] / f"hf/step{row['step']:08d}/quant/{SPEC}/result.json"
-            sums = json.loads(result.read_text())["measured"]["per_document"]
+            result = directory / row["run"] / f"hf/step{row['step']:08d}/quant/{SPEC}"
+            sums = measured_in(result)["per_document"]
             nll, quantized = (
                 np.delete(sums[name], document).sum() for name in ("nll", "nll_quantized")
             )
@@ -379,12 +384,11 @@ class Commands:
 @pytest.fixture
 def bench(tmp_path, held_out_prefix, train_prefix, tokenizer_dir, monkeypatch):
     run = run_of("one")  # checkpoints at 40, 80, 160, 320 and 400
-    text = TokenFiles(
-        train=str(train_prefix),
-        held_out=str(held_out_prefix),
-        calibration=str(train_prefix),
-        tokenizer=str(tokenizer_dir),
-        sha256="0" * 64,
+    text = text_in_place(
+        train=train_prefix,
+        held_out=held_out_prefix,
+        calibration=train_prefix,
+        tokenizer=tokenizer_dir,
     )
     study = study_of(run, controls=False, text=text.model_dump())
     directory = tmp_path / study.name

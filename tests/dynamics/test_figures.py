@@ -29,7 +29,7 @@ from dynamics.figures.quantization import (
 from dynamics.figures.slices import slices
 from study.figures.canvas import Canvas
 from study.figures.charts import HIDDEN, Quantity, columns_of
-from study.figures.figure import Drawn, Figure, draw_all, figures_of, pictures_of
+from study.figures.figure import draw_all, figures_of, pictures_of
 from study.figures.looks import looks_for, runs_of
 from study.measurements.tasks import TasksSettings
 from study.measurements.titles import spec_title
@@ -37,7 +37,9 @@ from study.paths import slice_result
 from study.released import ReleasedRevision, ReleasedRun
 from study.report.tables import shown_methods
 from study.results.table import Row
-from tests.sealing import reseal
+from tests.dynamics.drawing import chart_of, drawn
+from tests.present import present
+from tests.sealing import edited
 from tests.study.synthetic import table_of
 from tests.study.varied import budgets, weight_decay, write_varied
 
@@ -63,17 +65,6 @@ def distinct(rows: list) -> list:
         })
         for row in rows
     ]  # fmt: skip
-
-
-def drawn(figure: Figure, canvas: Canvas) -> Drawn:
-    drawing = figure.draw(canvas)
-    assert drawing is not None
-    return drawing
-
-
-def chart_of(drawing: Drawn) -> dict[str, Any]:
-    assert isinstance(drawing.chart, dict)
-    return drawing.chart
 
 
 def data_of(chart: Any) -> list[dict]:
@@ -169,8 +160,7 @@ def test_schedules_that_coincide_are_one_line_of_no_run(study, tmp_path):
 def test_the_ends_are_at_what_is_varied_with_a_line_per_group(tmp_path, study, make):
     changed = make(study)
     rows = distinct(table_of(write_varied(tmp_path / changed.name, changed), changed))
-    varied = changed.varied
-    assert varied is not None
+    varied = present(changed.varied)
     drawing = drawn(ends, Canvas(changed, rows, tmp_path))
     last = {row["run"]: row for row in rows if row["average"] is None}  # rows rise by step
     per = 1e6 if varied.unit == "tokens" else 1
@@ -301,14 +291,10 @@ def test_the_figure_of_averages_holds_every_model(collected_dir, study):
         y = next(key for key in shown[0] if key.startswith(labels))
         kinds = {"weights": None, "LAWA": "lawa5x16", "soup": "soup"}
         values = [(names[row["run"]], kinds[row["series"]], row["step"], row[y]) for row in shown]
+        models = [row["average"] and row["average"].split("-")[0] for row in rows]
         expected = [
-            (
-                row["run"],
-                row["average"] and row["average"].split("-")[0],
-                row["step"],
-                row[f"quant/{SPEC}/{name}"],
-            )
-            for row in rows
+            (row["run"], model, row["step"], row[f"quant/{SPEC}/{name}"])
+            for row, model in zip(rows, models, strict=True)
         ]
         assert sorted(map(str, values)) == sorted(map(str, expected))
         shapes = [
@@ -355,11 +341,9 @@ def test_the_fonts_of_a_slice_are_none_that_publishers_refuse(study_dir, study):
 
 def change(path, factor: float) -> None:
     """All losses over the first point's, times a factor."""
-    content = json.loads(path.read_text())
-    base = content["measured"]["points"][0]["loss"]
-    grid = content["measured"]["grid"]
-    grid["loss"] = [[base + factor * (loss - base) for loss in row] for row in grid["loss"]]
-    reseal(path, content)
+    with edited(path) as content:
+        base, grid = content["measured"]["points"][0]["loss"], content["measured"]["grid"]
+        grid["loss"] = [[base + factor * (loss - base) for loss in row] for row in grid["loss"]]
 
 
 def test_slices_share_one_scale_of_colours_and_have_their_points(study_dir, study):
@@ -427,18 +411,11 @@ def test_accuracy_is_drawn_task_by_task_and_in_the_mean(study_dir, study):
     settings = TasksSettings(specs=(SPEC,), tasks="piqa,sciq")
     measured = study.model_copy(update={"tasks": settings})
     column = f"tasks/{SPEC}"
-    values: dict[str, float | None] = {
-        f"{column}/degradation": 0.1,
-        f"{column}/piqa/degradation": 0.2,
-    }
+    values: dict[str, Any] = {f"{column}/degradation": 0.1, f"{column}/piqa/degradation": 0.2}
     values |= {f"{name}_{end}": 0.05 for name in values for end in ("low", "high")}
     values |= {f"{column}/sciq/degradation": None}
-    rows = [
-        Row.of(
-            {"study": "s", "run": run.name, "phase": "anneal", "step": 640, "tokens": 1} | values
-        )
-        for run in study.runs
-    ]
+    values |= {"study": "s", "phase": "anneal", "step": 640, "tokens": 1}
+    rows = [Row.of(values | {"run": run.name}) for run in study.runs]
     drawing = drawn(tasks, Canvas(measured, rows, study_dir))
     assert [row["task"] for row in drawing.rows] == ["mean of the tasks"] * 4 + ["piqa"] * 4
     label = next(key for key in drawing.rows[0] if key.startswith("accuracy lost"))

@@ -29,8 +29,10 @@ from study.figures.looks import Runs, looks_for
 from study.paths import step_result
 from study.results.table import Row
 from study.tracking.streams import metrics_stream
+from tests.dynamics.drawing import chart_of, drawn
+from tests.present import present
 from tests.quant_eval.models import run_settings
-from tests.sealing import json_lines, reseal
+from tests.sealing import edited, json_lines, measured_in, reseal
 from tests.study.curved import BLOCKS, step_content
 from tests.study.synthetic import table_of, write_blocks
 from tests.study.varied import weight_decay, write_varied
@@ -47,14 +49,9 @@ def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
     """If an increase is negative, or an interval reaches 0, the axes are not logarithmic."""
     for run in study.runs:
         for spec in study.quantization.by_block:
-            reseal(
-                study_dir / step_result(run, spec),
-                step_content(sign * 1e-3 * run.optimizer.peak_lr),
-            )
-    drawing = prediction.draw(Canvas(study, [], study_dir))
-    assert drawing is not None
-    assert isinstance(drawing.chart, dict)
-    panels = drawing.chart["concat"]
+            content = step_content(sign * 1e-3 * run.optimizer.peak_lr)
+            reseal(study_dir / step_result(run, spec), content)
+    panels = chart_of(drawn(prediction, Canvas(study, [], study_dir)))["concat"]
     for panel in panels[:3]:
         marks = panel["layer"][-1]
         shown = sorted(
@@ -88,8 +85,7 @@ def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
 def test_steps_that_are_missing_leave_their_place_empty_and_broken_ones_are_named(study_dir, study):
     for run in study.runs[1:]:
         (study_dir / step_result(run, SPEC)).unlink()
-    drawing = prediction.draw(Canvas(study, [], study_dir))
-    assert drawing is not None
+    drawing = drawn(prediction, Canvas(study, [], study_dir))
     labels = {row["run"] for row in drawing.rows if row["panel"] == TITLE}
     assert labels == {f"{study.runs[0].optimizer.peak_lr:g}"}
     path = study_dir / step_result(study.runs[0], SPEC)
@@ -100,11 +96,9 @@ def test_steps_that_are_missing_leave_their_place_empty_and_broken_ones_are_name
 
 
 def test_an_increase_that_may_be_none_has_no_relative_difference():
-    whole = MeasuredStep.model_validate(step_content(0.01)["measured"]).whole
-    assert whole is not None
-    assert whole.measured is not None
+    whole = present(MeasuredStep.model_validate(step_content(0.01)["measured"]).whole)
     assert relative_text(whole) == percent(-0.04, 0.01)
-    unsure = whole.measured.model_copy(update={"interval": (-0.001, 0.02)})
+    unsure = present(whole.measured).model_copy(update={"interval": (-0.001, 0.02)})
     assert relative_text(whole.model_copy(update={"measured": unsure})) == "\N{EM DASH}"
 
 
@@ -115,44 +109,31 @@ def result_with(increase: tuple[float, float, float], alone: list, others: list)
     """increase, and per block alone and without it: (value, low, high)."""
 
     def cost(value: float, low: float, high: float) -> dict:
-        return {
-            "absolute_error": value,
-            "intervals": {"absolute_error": (low, high), "kl_divergence": (0, 1)},
-        }
+        intervals = {"absolute_error": (low, high), "kl_divergence": (0, 1)}
+        return {"absolute_error": value, "intervals": intervals}
 
-    pairs = enumerate(zip(alone, others, strict=True))
     listed = [
         {"block": block, "alone": cost(*alone), "all_but_it": cost(*rest)}
-        for block, (alone, rest) in pairs
+        for block, (alone, rest) in enumerate(zip(alone, others, strict=True))
     ]
-    names = (
-        "gpt_neox.layers.1.attention.dense",
-        "gpt_neox.layers.0.mlp.up",
-        "gpt_neox.layers.0.mlp.down",
-    )
+    errors = {"1.attention.dense": 0.3, "0.mlp.up": None, "0.mlp.down": 0.1}
     layers = [
-        {"name": name, "relative_output_error": error}
-        for name, error in zip(names, (0.3, None, 0.1), strict=True)
+        {"name": f"gpt_neox.layers.{name}", "relative_output_error": error}
+        for name, error in errors.items()
     ]
-    measured = cost(*increase) | {"blocks": listed, "layers": layers}
-    return Quantization.model_validate(measured)
+    return Quantization.model_validate(cost(*increase) | {"blocks": listed, "layers": layers})
 
 
 def test_shares_are_of_the_whole_models_increase():
-    alone, others = (
-        [(0.1, 0.08, 0.13), (0.05, -0.01, 0.11)],
-        [(0.06, 0.05, 0.08), (0.12, 0.1, 0.15)],
-    )
+    alone = [(0.1, 0.08, 0.13), (0.05, -0.01, 0.11)]
+    others = [(0.06, 0.05, 0.08), (0.12, 0.1, 0.15)]
     parts = shares(result_with((0.2, 0.15, 0.25), alone, others))
     assert parts[ALONE] == {
         0: pytest.approx((0.5, 0.4, 0.65)),
         1: pytest.approx((0.25, -0.05, 0.55)),
     }
     # without block 0 there is 0.06 of 0.2 left: it makes 70 percent
-    assert parts[NEEDED] == {
-        0: pytest.approx((0.7, 0.6, 0.75)),
-        1: pytest.approx((0.4, 0.25, 0.5)),
-    }
+    assert parts[NEEDED] == {0: pytest.approx((0.7, 0.6, 0.75)), 1: pytest.approx((0.4, 0.25, 0.5))}
 
 
 @pytest.mark.parametrize("low", [0.0, -0.1])
@@ -161,13 +142,9 @@ def test_an_increase_that_may_be_none_is_not_shared_out(low):
 
 
 def test_linears_belong_to_the_block_of_their_name_and_folded_ones_to_none():
-    increase = (0.1, 0.0, 0.2)
-    assert output_errors(
-        result_with((0.2, 0.1, 0.3), [increase, increase], [increase, increase])
-    ) == {
-        0: [0.1],
-        1: [0.3],
-    }
+    increases = [(0.1, 0.0, 0.2)] * 2
+    result = result_with((0.2, 0.1, 0.3), increases, increases)
+    assert output_errors(result) == {0: [0.1], 1: [0.3]}
 
 
 @pytest.mark.parametrize("count", [4, 32])
@@ -176,16 +153,14 @@ def test_the_figure_holds_every_share_of_every_run(study_dir, study, count):
     for run in study.runs:
         path = study_dir / run.name / RESULT
         write_blocks(path, json.loads(path.read_text()), blocks=count)
-    drawing = blocks.draw(Canvas(study, [], study_dir))
-    assert drawing is not None
-    assert isinstance(drawing.chart, dict)
+    drawing = drawn(blocks, Canvas(study, [], study_dir))
     cost = [2 if block in (0, count - 1) else 1 for block in range(count)]  # as the synthetic ones
     expected = [
         [0.9 * part / sum(cost) for part in cost],
         [1.2 * part / sum(cost) for part in cost],
     ]
     expected.append([0.03 * (1 + 0.1 * block) for block in range(count)])
-    for panel, quantity, values in zip(drawing.chart["concat"], TITLES, expected, strict=True):
+    for panel, quantity, values in zip(chart_of(drawing)["concat"], TITLES, expected, strict=True):
         assert panel["title"] == ["GPTQ, 3 bits, groups of 32", TITLES[quantity]]
         marks = panel["layer"][-1]
         kinds = {layer["mark"]["type"] for layer in marks["layer"]}
@@ -201,14 +176,12 @@ def test_the_figure_holds_every_share_of_every_run(study_dir, study, count):
 
 def test_a_result_without_a_clear_increase_has_no_shares(study_dir, study):
     for run in study.runs:
-        path = study_dir / run.name / RESULT
-        content = json.loads(path.read_text())
-        content["measured"]["intervals"]["absolute_error"][0] = -0.001
-        reseal(path, content)
-    drawing = blocks.draw(Canvas(study, [], study_dir))
-    assert drawing is not None
-    assert isinstance(drawing.chart, dict)
-    texts = [panel["layer"][-1].get("mark", {}).get("text") for panel in drawing.chart["concat"]]
+        with edited(study_dir / run.name / RESULT) as content:
+            content["measured"]["intervals"]["absolute_error"][0] = -0.001
+    drawing = drawn(blocks, Canvas(study, [], study_dir))
+    texts = [
+        panel["layer"][-1].get("mark", {}).get("text") for panel in chart_of(drawing)["concat"]
+    ]
     assert texts == ["no clear increase", "no clear increase", None]
     assert {row["panel"] for row in drawing.rows} == {
         "GPTQ, 3 bits, groups of 32, linears of the block"
@@ -219,9 +192,8 @@ def test_what_has_no_blocks_is_left_out_and_what_is_broken_is_refused(study_dir,
     for run in study.runs[1:]:
         (study_dir / run.name / RESULT).unlink()
     path = study_dir / study.runs[0].name / RESULT
-    content = json.loads(path.read_text())
-    content["measured"]["blocks"] = []
-    reseal(path, content)
+    with edited(path) as content:
+        content["measured"]["blocks"] = []
     assert blocks.draw(Canvas(study, [], study_dir)) is None
     path.write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
@@ -249,7 +221,7 @@ def test_a_real_result_is_drawn_and_equals_the_one_without_blocks(
         for per_block in (False, True)
     )
     reseal(tmp_path / "result.json", by_block)
-    measured = json.loads((tmp_path / "result.json").read_text())["measured"]
+    measured = measured_in(tmp_path)
     for result in (measured, plain["measured"]):
         result.pop("blocks", None), result.pop("units")
     assert measured == plain["measured"]
@@ -303,8 +275,7 @@ def figures(widths: tuple[int, ...], step: int) -> dict[str, float]:
 
 def test_the_figure_holds_every_row_at_its_place(probed):
     study, table, directory = probed
-    drawing = probe.draw(Canvas(study, table, directory))
-    assert drawing is not None
+    drawing = drawn(probe, Canvas(study, table, directory))
     during = [row for row in drawing.rows if row["series"] == "while training"]
     assert {(row["run"], row["panel"], row["step"]): row[INCREASE.label] for row in during} == {
         (run, f"RTN, {bits} bits, groups of 32", step): step / 10**bits

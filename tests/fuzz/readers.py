@@ -45,7 +45,6 @@ from study.pipeline.ledger import Ledger
 from study.recipes.resolve import resolve
 from study.results.table import Row, read_table, write_table
 from study.steps import steps_of
-from tests.ckpt_tools.checkpoints import seal
 from tests.fuzz.mutators import (
     mutated_bytes,
     mutated_header,
@@ -455,4 +454,3 @@ def _mutated_record(random: Random, content: bytes) -> bytes:
 
 
 READERS["submission"] = Reader(_submission, _looked_at, _mutated_record)
-__all__ = ["READERS", "Reader", "Sources", "seal"]

@@ -38,9 +38,7 @@ def machine(gpu: str) -> dict[str, Any]:
 
 
 def device_name(device: str) -> str:
-    """The GPU's name, empty where torch sees none; asked in a process of its own, because what asks
-    CUDA cannot fork.
-    """
+    """The GPU's name or nothing, by a process of its own: what asks CUDA cannot fork."""
     if device == "cpu":
         return "no GPU, a rehearsal in small"
     probe = [sys.executable, "-c", PROBE]

@@ -47,9 +47,7 @@ def _plain(name: str) -> str:
 
 
 def parts(sizes: dict[str, int], most: int = PART_BYTES) -> list[list[str]]:
-    """Files in groups of at most so many bytes: each, the largest first, into the first group
-    that has room.
-    """
+    """Files in groups of at most so many bytes: each, the largest first, where there is room."""
     groups: list[list[str]] = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         room = (

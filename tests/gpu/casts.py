@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from base.hessian import InputHessian
 from ckpt_tools.formats.hf_weights import HFWeights
 from quant_eval.casts.activations import activation_cast
-from quant_eval.casts.attention import CacheCast, RotatedCast, attach, cast_cache, watch_cache
+from quant_eval.casts.attention import CacheCast, attach, cast_cache, watch_cache
 from quant_eval.casts.linear import CastLinear
 from quant_eval.model.streamed import Block, StreamedModel
 from quant_eval.quantizer import ColumnSpec, GridSpec
@@ -17,7 +17,7 @@ from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.specs import parse_spec
 from quant_eval.transforms.hadamard import hadamard_matrix, hadamard_steps
 from quant_eval.transforms.placement import Places
-from quant_eval.transforms.steps import compose
+from quant_eval.transforms.steps import Transform
 from tests.gpu.figures import CheckedFigure, relative_error
 from tests.gpu.workbench import Workbench, hf_model, random_tokens
 from tests.quant_eval.specs import grid_spec
@@ -33,7 +33,7 @@ def cast_linear(workbench: Workbench) -> list[CheckedFigure]:
     width, device = workbench.sizes.compared.hidden_size, workbench.torch_device
     generator = torch.Generator().manual_seed(0)
     weight_OI, tokens_NI = (torch.randn(2 * width, width, generator=generator) for _ in range(2))
-    spec, rotation = grid_spec("w4a4-g32-had"), compose(*hadamard_steps(width))
+    spec, rotation = grid_spec("w4a4-g32-had"), Transform(*hadamard_steps(width))
     cast = activation_cast(spec, width)
     assert cast
     rounded_OI = round_to_nearest(rotation.weight(weight_OI), spec).dense()
@@ -83,7 +83,7 @@ def cache(workbench: Workbench) -> list[CheckedFigure]:
 def _cached(block: Block, x_BLD: Tensor, context: dict[str, object]) -> dict[str, Block]:
     """Copies of a block by what its cache holds."""
     copies = {name: block.copy() for name in ("not cast", "4 bits", "FP8")}
-    attach(copies["not cast"], CacheCast(RotatedCast(nn.Identity()), RotatedCast(nn.Identity())))
+    attach(copies["not cast"], CacheCast(nn.Identity(), nn.Identity()))
     rotated = Places({}, head_rotation=hadamard_matrix(block.attention.head_dim))
     cast_cache(copies["4 bits"], parse_spec("kv4-quarot"), rotated)
     ranges = watch_cache(copies["FP8"], Places({}))

@@ -17,9 +17,7 @@ from tests.gpu.workbench import FORKS, Workbench
 
 
 def checks(workbench: Workbench) -> dict[str, Callable[[Workbench], list[CheckedFigure]]]:
-    """Every check by name, in the order in which they run: what would spoil the others comes
-    first.
-    """
+    """Every check by name, in order: what would spoil the others comes first."""
     entries: dict[str, Callable[[Workbench], list[CheckedFigure]]] = {
         "nccl": kernels.nccl,
         "rope": kernels.rope,
@@ -62,9 +60,7 @@ def checks(workbench: Workbench) -> dict[str, Callable[[Workbench], list[Checked
 
 
 def _run_one(name: str, workbench: Workbench, out: Path) -> None:
-    """In a process of its own: writes the check's figures, a failed or skipped one where it has
-    none.
-    """
+    """In its own process: writes the check's figures, a failed or skipped one without."""
     try:
         if workbench.device == "cuda":
             # What runs on the CPU beside it is not timed.
@@ -83,9 +79,7 @@ def _run_one(name: str, workbench: Workbench, out: Path) -> None:
 
 
 def run(workbench: Workbench, names: Iterable[str], total_seconds: float) -> list[CheckedFigure]:
-    """The figures of all checks; those of a check that takes longer than is left are its name,
-    failed.
-    """
+    """The figures of all checks; of one that takes longer than is left its name, failed."""
     ends_at = time.monotonic() + total_seconds
     figures: list[CheckedFigure] = []
     for number, name in enumerate(names):

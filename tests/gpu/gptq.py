@@ -27,9 +27,8 @@ from tests.quant_eval.specs import gptq_spec
 from train.model.config import ModelConfig
 
 SPEC = "gptq-b4-g32"
-FP64_FLOPS = (
-    0.67 * 67e12
-)  # an H100's or H200's tensor cores, of which large products reach about two thirds
+# an H100's or H200's tensor cores, of which large products reach about two thirds
+FP64_FLOPS = 0.67 * 67e12
 FP32_FLOPS = 0.75 * 67e12
 COLUMN_SECONDS = 16e-6  # of a column's six kernels within a CUDA graph
 
@@ -191,9 +190,8 @@ def roofline_seconds(model: ModelConfig, tokens: int) -> float:
     hidden, wide = model.hidden_size, model.intermediate_size
     inputs = (hidden, hidden, hidden, wide)  # of q, k and v; of o; of gate and up; of down
     hessians = sum(9 / 16 * 2 * tokens * width**2 for width in inputs)
-    factors = sum(
-        width**3 for width in inputs
-    )  # Cholesky a third, the inverse a third, errors of the rows the rest
+    # Cholesky a third, the inverse a third, errors of the rows the rest
+    factors = sum(width**3 for width in inputs)
     attention, mlp = 4 * hidden**2, 3 * hidden * wide
     forward = 2 * tokens * (attention + mlp)
     return (hessians + factors) / FP64_FLOPS + forward / FP32_FLOPS + sum(inputs) * COLUMN_SECONDS

@@ -1,6 +1,4 @@
-"""Hessian-vector products on a GPU: against the CPU's, and against `curvature hutchinson
---dry-run`.
-"""
+"""Hessian products on a GPU against the CPU's and `curvature hutchinson --dry-run`."""
 
 import re
 import time
@@ -95,9 +93,7 @@ def vectors_on_the_host(workbench: Workbench) -> list[CheckedFigure]:
 
 
 def seconds(workbench: Workbench) -> list[CheckedFigure]:
-    """A product of one sequence in bf16 at the largest shape that is timed, against the
-    estimate.
-    """
+    """A product of one sequence in bf16 at the largest timed shape, against the estimate."""
     name, (model, _) = list(workbench.sizes.timed.items())[-1]
     length, device = workbench.sizes.timed_length, workbench.torch_device
     network = random_model(model, length, device)

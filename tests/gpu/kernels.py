@@ -107,9 +107,7 @@ def sums(workbench: Workbench) -> list[CheckedFigure]:
 
 
 def nccl(workbench: Workbench) -> list[CheckedFigure]:
-    """NCCL starts, sums over its one rank what is there, and the control group beside it
-    answers.
-    """
+    """NCCL starts, sums over its one rank, and the control group beside it answers."""
     from train.distributed import from_rank_zero, largest, start
 
     os.environ.setdefault("NCCL_DEBUG", "WARN")

@@ -1,6 +1,4 @@
-"""Training: losses against the CPU's and against other kernels', resuming, saves, step times and
-memory.
-"""
+"""Training: losses against the CPU and other kernels, resuming, saves, times, memory."""
 
 import re
 import shutil
@@ -196,9 +194,7 @@ def _parameters_of(model: ModelConfig) -> int:
 
 
 def speed(workbench: Workbench, name: str) -> list[CheckedFigure]:
-    """Step time, MFU and peak memory of a shape in bf16 on one GPU, torch's kernels, against the
-    planner.
-    """
+    """Step time, MFU and peak memory of a shape in bf16 on one GPU, against the planner."""
     model, micro = workbench.sizes.timed[name]
     batch_size, length = micro * workbench.sizes.timed_micro, workbench.sizes.timed_length
     run = make_run(
@@ -266,9 +262,8 @@ def _timed_steps(run: RunConfig, batch_size: int, length: int) -> tuple[float, f
     seconds, first = [], 0.0
     for index in range(ROUNDS + 2):
         began_at = time.perf_counter()
-        result = engine.train_step(
-            batch, 1e-4, lambda _: True
-        )  # whose figures are read: it waits for the GPU
+        # whose figures are read: it waits for the GPU
+        result = engine.train_step(batch, 1e-4, lambda _: True)
         seconds.append(time.perf_counter() - began_at)
         first = first if index else result.loss
     engine.close()

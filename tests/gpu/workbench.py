@@ -134,9 +134,7 @@ class Workbench:
 
 
 def token_file(prefix: Path, vocabulary: int, *, tokens: int, seed: int) -> Path:
-    """Random tokens in documents of 500, with the manifest that training asks for; its tokenizer
-    is an empty one.
-    """
+    """Random tokens in documents of 500, with their manifest and an empty tokenizer."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = prefix.parent / "tokenizer.json"
     tokenizer.write_text("{}")
@@ -167,9 +165,7 @@ def token_file(prefix: Path, vocabulary: int, *, tokens: int, seed: int) -> Path
 def make_run(
     directory: Path, model: ModelConfig, length: int, *, steps: int, **changes: Any
 ) -> RunConfig:
-    """Writes run.json of a run in fp32 that saves in the middle and at the end, on random text
-    beside it.
-    """
+    """Writes run.json of an fp32 run that saves half-way and at the end, on random text."""
     text = directory.parent / f"text-{model.vocab_size}"
     if not text.exists():
         token_file(text / "train", model.vocab_size, tokens=length * 8 * (steps + 2), seed=1)

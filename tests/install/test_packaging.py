@@ -17,18 +17,9 @@ def test_it_has_every_module_of_the_project_and_what_they_read(tmp_path):
         shutil.copytree(PROJECT / folder, source / folder, ignore=shutil.ignore_patterns("*.pyc"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(PROJECT / name, source)
-    build = (
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    )
-    done = subprocess.run(
-        [*build, "--wheel-dir", tmp_path, source], capture_output=True, text=True, check=False
-    )
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    build += ["--no-index", "--wheel-dir", str(tmp_path), str(source)]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
     (wheel,) = tmp_path.glob("*.whl")

@@ -1,4 +1,4 @@
-"""Libraries run in processes of their own; here these are forks."""
+"""Tiny models, each made once; libraries run in processes of their own, which are forks here."""
 
 import sys
 
@@ -6,6 +6,7 @@ import pytest
 
 from quant_eval.libraries import job
 from tests.interpreter import interpreter
+from tests.quant_eval.models import make_model
 
 REAL = sys.executable  # a test may put another in its place
 
@@ -23,3 +24,16 @@ def forked_libraries():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "sys", _Sys())
         yield
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """`tiny(name)`: the HF directory of a tiny model of an architecture, to be read alone."""
+    directories = {}
+
+    def made(name):
+        if name not in directories:
+            directories[name] = make_model(tmp_path_factory.mktemp(name) / "hf", name)
+        return directories[name]
+
+    return made

@@ -6,15 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckpt_tools.formats.hf_weights import HFWeights
 from quant_eval.casts.activations import activation_cast
 from quant_eval.casts.linear import CastLinear
 from quant_eval.model.streamed import Block, StreamedModel
 from quant_eval.quantizer import GridSpec
 from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.transforms.hadamard import hadamard_steps
-from quant_eval.transforms.steps import Transform, compose
-from tests.quant_eval.models import make_model
+from quant_eval.transforms.steps import Transform
+from tests.quant_eval.models import make_model, open_model
 from train.model.families import SITES
 
 LENGTH = 12
@@ -22,13 +21,12 @@ LENGTH = 12
 
 def make_block(directory, name="olmo2", **changes) -> tuple[StreamedModel, Block]:
     make_model(directory, name, num_hidden_layers=1, **changes)
-    cpu = torch.device("cpu")
-    model = StreamedModel(directory, HFWeights(directory), torch.float32, cpu)
+    model = open_model(directory)
     return model, model.block(0)
 
 
-def inputs_with_outliers(sequences: int, width: int, length: int = LENGTH) -> Tensor:
-    x = torch.randn(sequences, length, width, generator=torch.Generator().manual_seed(1))
+def inputs_with_outliers(sequences: int, width: int) -> Tensor:
+    x = torch.randn(sequences, LENGTH, width, generator=torch.Generator().manual_seed(1))
     x[..., 7] *= 30
     x[..., 20] *= 20
     return x
@@ -69,7 +67,7 @@ def planted_layer(tokens: int) -> tuple[Any, Tensor, Tensor]:
 def hadamard_start(block: Block, seed: int = 0) -> dict[str, Transform]:
     widths = [next(iter(linears.values())).in_features for linears in block.linears()]
     return {
-        site: compose(*hadamard_steps(width, seed=(seed, number)))
+        site: Transform(*hadamard_steps(width, seed=(seed, number)))
         for number, (site, width) in enumerate(zip(SITES, widths, strict=False))
     }
 
@@ -91,10 +89,10 @@ def replaced(block: Block, transforms: Mapping[str, Transform], spec: GridSpec |
 
 
 @torch.no_grad()
-def output_error(block, transforms, spec, batches, contexts) -> float:
+def output_error(block, transforms, spec, batches, context) -> float:
     """The sum of squared errors over that of squared outputs, in float64."""
     quantized, wrong, whole = replaced(block, transforms, spec), 0.0, 0.0
-    for x, context in zip(batches, contexts, strict=True):
+    for x in batches:
         expected = block(x, context).double()
         wrong += float((quantized(x, context).double() - expected).square().sum())
         whole += float(expected.square().sum())

@@ -1,11 +1,18 @@
-"""A tiny random model of every architecture as an HF directory."""
+"""A tiny random model of every architecture as an HF directory, read block by block or whole.
 
+Shapes: T tokens of a block.
+"""
+
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from ckpt_tools.formats.hf_weights import HFWeights
+from quant_eval.model.streamed import StreamedModel
 from quant_eval.settings import RunSettings
 
 SHAPE: dict[str, Any] = {
@@ -62,3 +69,20 @@ def make_model(directory: Path, name: str, **changes: Any) -> Path:
                 weight.normal_(std=0.15)
     model.save_pretrained(directory)
     return directory
+
+
+def open_model(directory: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:
+    """The model read block by block, on the CPU."""
+    return StreamedModel(directory, HFWeights(directory), dtype, torch.device("cpu"))
+
+
+@torch.no_grad()
+def mean_loss(model: Any, blocks: Iterable[np.ndarray]) -> float:
+    """Nats per target of blocks [T], one at a time; all but the first token are targets."""
+    nll = targets = 0.0
+    for block_T in blocks:
+        ids_1T = torch.from_numpy(block_T)[None]
+        logits_TV = model(ids_1T[:, :-1], use_cache=False).logits[0].double()
+        nll -= float(logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None]).sum())
+        targets += len(block_T) - 1
+    return nll / targets

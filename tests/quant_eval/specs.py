@@ -3,7 +3,7 @@
 import torch
 
 from base.ranks import ALONE
-from quant_eval.group import Group
+from quant_eval.group import LinearGroup
 from quant_eval.quantizer import ColumnSpec, GridSpec, QuantSpec
 from quant_eval.quantizers.mixed import MixedSpec
 from quant_eval.quantizers.qtip import QTIP
@@ -52,5 +52,5 @@ def mixed(
 def by_qtip(weight_OI, hessian_II, spec: QTIP, seed, sizes=None) -> torch.Tensor:
     """A weight called w, or several linears of `sizes`, rounded by QTIP."""
     sizes = sizes or [len(weight_OI)]
-    group = Group("w", sizes, weight_OI, hessian_II, torch.float64, ALONE, seed=tuple(seed))
+    group = LinearGroup("w", sizes, weight_OI, hessian_II, torch.float64, ALONE, seed=tuple(seed))
     return qtip(group, spec.bits, spec.states, spec.damping)

@@ -10,13 +10,13 @@ import torch
 
 from base.errors import UserError
 from base.ranks import ALONE
-from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.hf.model import load_hf_model
+from quant_eval.measuring.losses import evaluation_set
 from quant_eval.measuring.measurement import measure
-from quant_eval.model.streamed import StreamedModel
 from quant_eval.specs import parse_spec
 from quant_eval.tasks.measurement import quantized_model
-from tests.quant_eval.models import run_settings
+from tests.quant_eval.models import mean_loss, open_model, run_settings
+from train.data.corpus import open_corpus
 
 SPEC = parse_spec("gptq-b2-g16")
 
@@ -32,19 +32,10 @@ def measured_of(hf_dir, tmp_path, settings, specs=(SPEC,), **changes):
     return [result["measured"] for result in results]
 
 
-@torch.no_grad()
-def loss_of(model, held_out_prefix, max_tokens=5000):
+def loss_of(model, held_out_prefix):
     """Mean loss of transformers' own model on the same blocks."""
-    from quant_eval.measuring.losses import evaluation_set
-    from train.data.corpus import open_corpus
-
-    data = evaluation_set(open_corpus(held_out_prefix), 64, max_tokens, "separate", 0)
-    nll = tokens = 0.0
-    for block_T in data.blocks:
-        block = torch.from_numpy(block_T)[None]
-        nll += float(model(block, labels=block).loss) * (len(block_T) - 1)
-        tokens += len(block_T) - 1
-    return nll / tokens
+    data = evaluation_set(open_corpus(held_out_prefix), 64, 5000, "separate", 0)
+    return mean_loss(model, data.blocks)
 
 
 def test_blocks_alone_and_all_but_one_are_what_putting_them_in_gives(
@@ -106,7 +97,7 @@ def test_methods_without_calibration_are_quantized_once_and_read_no_text(
 def test_bitsandbytes_is_measured_in_the_same_walk(hf_dir, tmp_path, settings, held_out_prefix):
     """LLM.int8() and NF4 against whole models of transformers with those linears."""
     specs = [parse_spec(name) for name in ("int8-t6", "nf4-g64")]
-    model = StreamedModel(hf_dir, HFWeights(hf_dir), torch.float32, torch.device("cpu"))
+    model = open_model(hf_dir)
     assert len(model.empty_linears()) == 14
     (int8,) = measured_of(hf_dir, tmp_path, settings, specs[:1])
     whole = quantized_model(hf_dir, specs[0], settings(), ())[0]

@@ -8,7 +8,6 @@ from typing import Any
 import lm_eval.models.huggingface
 import numpy as np
 import pytest
-import torch
 from lm_eval.api.instance import Instance
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -19,7 +18,7 @@ from quant_eval.measuring.losses import evaluation_set
 from quant_eval.measuring.measurement import measure
 from quant_eval.settings import Bos
 from quant_eval.specs import parse_spec
-from tests.quant_eval.models import make_model, run_settings
+from tests.quant_eval.models import make_model, mean_loss, run_settings
 from tests.quant_eval.test_losses import corpus_of
 from train.data.prepare import prepare
 
@@ -111,18 +110,14 @@ def prefixes(tmp_path_factory, beginning) -> tuple[Path, Path]:
 def loss_of_transformers(
     hf_dir: Path, tokenizer: PreTrainedTokenizerBase, *, adds: bool
 ) -> tuple[float, int]:
-    """Mean over the targets of all texts, by transformers' labels, and their number."""
+    """Mean over the targets of all texts, and their number."""
     model = AutoModelForCausalLM.from_pretrained(hf_dir).eval()
-    total = count = 0.0
+    windows = []
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=adds)["input_ids"] + [tokenizer.eos_token_id]
-        for start in range(0, len(ids) - 1, LENGTH):
-            window = torch.tensor([ids[start : start + LENGTH + 1]])
-            with torch.no_grad():
-                loss = model(window, labels=window).loss
-            total += float(loss) * (window.shape[1] - 1)
-            count += window.shape[1] - 1
-    return total / count, int(count)
+        starts = range(0, len(ids) - 1, LENGTH)
+        windows += [np.array(ids[start : start + LENGTH + 1]) for start in starts]
+    return mean_loss(model, windows), sum(len(window) - 1 for window in windows)
 
 
 @pytest.mark.parametrize(("rule", "ids"), [("template", [BOS]), ("none", [])])

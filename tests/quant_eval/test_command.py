@@ -10,15 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from base.cli import run_command
 from base.files import sha256_of
 from quant_eval.__main__ import app
 from quant_eval.measuring.statistics import UNITS
+from quant_eval.settings import CalibrationSettings
+from quant_eval.specs import parse_spec
+from quant_eval.tasks.measurement import quantized_model
 from tests.conftest import make_hf_directory
 from tests.digests import blake3_of
+from tests.published import change_config, change_weights
+from tests.quant_eval.models import mean_loss
 from tests.runs import python
+from train.data.corpus import open_corpus
 from train.data.prepare import prepare
 
 
@@ -29,7 +35,7 @@ def printed():
 
 
 @pytest.fixture
-def command(monkeypatch, capsys, hf_dir, train_prefix, held_out_prefix, printed):
+def command(in_process, hf_dir, train_prefix, held_out_prefix, printed):
     """Runs the command in this process with small defaults; returns its exit code and lines of
     stderr.
     """
@@ -42,15 +48,10 @@ def command(monkeypatch, capsys, hf_dir, train_prefix, held_out_prefix, printed)
             "eval-tokens": 5000,
         }
         given = defaults | {name.replace("_", "-"): value for name, value in options.items()}
-        pairs = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
-        monkeypatch.setattr(
-            sys, "argv", ["quant_eval", "run", str(model), *map(str, arguments), *pairs]
-        )
-        with pytest.raises(SystemExit) as stop:
-            run_command(app, "quant_eval")
-        both = capsys.readouterr()
-        printed[:] = both.out.splitlines()
-        return stop.value.code, both.err.splitlines()
+        pairs = [part for name, value in given.items() for part in (f"--{name}", value)]
+        words = ("run", model, *arguments, *pairs)
+        code, printed[:], errors = in_process(app, "quant_eval", *words)
+        return code, errors
 
     return run
 
@@ -65,16 +66,8 @@ def results(tmp_path_factory, hf_dir, train_prefix, held_out_prefix):
     root = tmp_path_factory.mktemp("results")
     command = ["quant_eval", "run", hf_dir, "--calibration", train_prefix]
     command += ["--eval", held_out_prefix, "--calibration-sequences", "24"]
-    command += [
-        "--spec",
-        "gptq-b3-g16",
-        "--out",
-        root / "a/gptq",
-        "--spec",
-        "rtn-b3-g16",
-        "--out",
-        root / "rtn",
-    ]
+    command += ["--spec", "gptq-b3-g16", "--out", root / "a/gptq"]
+    command += ["--spec", "rtn-b3-g16", "--out", root / "rtn"]
     hashes = {path.name: sha256_of(path) for path in hf_dir.iterdir()}
     done = python(*map(str, command))
     assert done.returncode == 0, done.stderr
@@ -299,49 +292,34 @@ def test_one_bad_spec_spoils_all(command, tmp_path, hf_dir, tmp_path_factory):
     neither is written.
     """
     singular = Path(shutil.copytree(hf_dir, tmp_path_factory.mktemp("singular") / "model"))
-    weights = load_file(singular / "model.safetensors")
-    weights["model.embed_tokens.weight"][:, 3] = weights["model.embed_tokens.weight"][:, 4]
-    save_file(weights, singular / "model.safetensors", metadata={"format": "pt"})
-    specs = [
-        "--spec",
-        "rtn-b3-g16",
-        "--out",
-        tmp_path / "a",
-        "--spec",
-        "gptq-b3-g16-damp0",
-        "--out",
-        tmp_path / "b",
-    ]
-    assert_refused(
-        command(*specs, model=singular),
-        tmp_path,
-        "model.layers.0.self_attn.q_proj: the calibration Hessian",
-    )
+    name = "model.embed_tokens.weight"
+    embedding = load_file(singular / "model.safetensors")[name]
+    embedding[:, 3] = embedding[:, 4]
+    change_weights(singular, **{name: embedding})
+    specs = ["--spec", "rtn-b3-g16", "--out", tmp_path / "a"]
+    specs += ["--spec", "gptq-b3-g16-damp0", "--out", tmp_path / "b"]
+    reason = "model.layers.0.self_attn.q_proj: the calibration Hessian"
+    assert_refused(command(*specs, model=singular), tmp_path, reason)
 
 
 def with_weight(hf_dir, directory, name, value):
     """A copy of an HF directory in which one element of one weight is replaced."""
     shutil.copytree(hf_dir, directory)
-    weights = load_file(directory / "model.safetensors")
-    weights[name].view(-1)[0] = value
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    weight = load_file(directory / "model.safetensors")[name]
+    weight.view(-1)[0] = value
+    change_weights(directory, **{name: weight})
     return directory
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        (
-            "model.layers.0.mlp.up_proj.weight",
-            float("nan"),
-            "'model.layers.0.mlp.up_proj.weight' holds values that",
-        ),
+        (UP, float("nan"), f"'{UP}' holds values that"),
         ("lm_head.weight", float("inf"), "'lm_head.weight' holds values that are not finite"),
-        (
-            "model.layers.0.mlp.up_proj.weight",
-            3e38,
-            "model.layers.0.mlp.down_proj",
-        ),  # its outputs overflow
+        (UP, 3e38, "model.layers.0.mlp.down_proj"),  # the outputs of up overflow
     ],
 )
 def test_what_is_not_finite_is_refused(
@@ -355,30 +333,25 @@ def test_what_is_not_finite_is_refused(
 def test_models_that_cannot_be_measured_are_refused(command, tmp_path, hf_dir, tmp_path_factory):
     models = tmp_path_factory.mktemp("models")
 
-    def refused(model, reason):
-        assert_refused(
-            command("--spec", "rtn-b3-g16", "--out", tmp_path / "out", model=model),
-            tmp_path,
-            reason,
-        )
+    def copied(name):
+        return Path(shutil.copytree(hf_dir, models / name))
 
-    refused(models / "absent", "does not exist")
-    truncated = Path(shutil.copytree(hf_dir, models / "truncated"))
-    os.truncate(
-        truncated / "model.safetensors", (truncated / "model.safetensors").stat().st_size // 2
-    )
-    refused(truncated, "damaged")
-    other = Path(shutil.copytree(hf_dir, models / "other"))
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
-    refused(other, "holds a GPT2LMHeadModel")
-    wider = Path(shutil.copytree(hf_dir, models / "wider"))
-    (wider / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
-    refused(wider, "the model needs (80, 32)")
-    refused(
-        make_hf_directory(models / "small", vocab_size=50, eos_token_id=0),
-        "outside the model's vocabulary of 50",
-    )
+    truncated, other, wider = copied("truncated"), copied("other"), copied("wider")
+    weights = truncated / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    change_config(other, architectures=["GPT2LMHeadModel"])
+    change_config(wider, intermediate_size=80)
+    small = make_hf_directory(models / "small", vocab_size=50, eos_token_id=0)
+
+    for model, reason in [
+        (models / "absent", "does not exist"),
+        (truncated, "damaged"),
+        (other, "holds a GPT2LMHeadModel"),
+        (wider, "the model needs (80, 32)"),
+        (small, "outside the model's vocabulary of 50"),
+    ]:
+        outcome = command("--spec", "rtn-b3-g16", "--out", tmp_path / "out", model=model)
+        assert_refused(outcome, tmp_path, reason)
 
 
 @pytest.fixture(scope="module")
@@ -406,25 +379,15 @@ def test_losses_are_those_of_the_quantized_model_saved_and_reloaded(
     """Quantized again, saved and reloaded by transformers, the model gives the recorded loss on
     the first document.
     """
-    from transformers import AutoModelForCausalLM
-
-    from quant_eval.settings import CalibrationSettings
-    from quant_eval.specs import parse_spec
-    from quant_eval.tasks.measurement import quantized_model
-    from train.data.corpus import open_corpus
-
     settings = CalibrationSettings(calibration=train_prefix, calibration_sequences=24)
     saved = results[0].parent / "saved"
     quantized_model(hf_dir, parse_spec("gptq-b3-g16"), settings, ())[0].save_pretrained(saved)
     reloaded = AutoModelForCausalLM.from_pretrained(
         saved, dtype=torch.float32, attn_implementation="eager"
     )
-    document = torch.from_numpy(open_corpus(held_out_prefix).document(0))[None]
-    nll = 0.0
-    for start in range(0, document.shape[1] - 1, 64):
-        block = document[:, start : start + 65]
-        with torch.no_grad():
-            nll += float(reloaded(block, labels=block).loss) * (block.shape[1] - 1)
-    assert read(results[0])["measured"]["per_document"]["nll_quantized"][0] == pytest.approx(
-        nll, rel=1e-5
-    )
+    document_T = open_corpus(held_out_prefix).document(0)
+    num_targets = len(document_T) - 1
+    blocks = [document_T[start : start + 65] for start in range(0, num_targets, 64)]
+    nll = mean_loss(reloaded, blocks) * num_targets
+    measured = read(results[0])["measured"]["per_document"]["nll_quantized"][0]
+    assert measured == pytest.approx(nll, rel=1e-5)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.stats import binom, ttest_rel
+from scipy.stats import ttest_rel
 
 from base.statistics import holm
 from ckpt_tools.hf.measured import Quantization
@@ -13,18 +13,12 @@ from ckpt_tools.hf.results import Result
 from quant_eval.compare import compare
 from quant_eval.measuring.losses import PairedLosses
 from quant_eval.measuring.statistics import figures_of
-from tests.quant_eval.test_coverage import documents
+from tests.quant_eval.test_coverage import documents, is_within
 
 
 def per_document(losses):
-    return {
-        "document": list(range(len(losses.tokens))),
-        "tokens": losses.tokens.tolist(),
-        "nll": losses.nll.tolist(),
-        "nll_quantized": losses.nll_quantized.tolist(),
-        "kl": losses.kl.tolist(),
-        "agreements": losses.agreements.tolist(),
-    }
+    sums = {name: values_D.tolist() for name, values_D in vars(losses).items()}
+    return {"document": list(range(len(losses.tokens)))} | sums
 
 
 def result_of(sums):
@@ -195,10 +189,7 @@ def test_equal_models_differ_significantly_in_five_percent():
     """Accepted is what a size of 3-7% gives with 99% on either side."""
     for figure in ("relative_error", "kl_divergence"):
         share = size(figure, 50, "lognormal", repetitions=800)
-        assert binom.ppf(0.01, 800, 0.03) <= 800 * share <= binom.ppf(0.99, 800, 0.07), (
-            figure,
-            share,
-        )
+        assert is_within(share, 800, (0.03, 0.07)), (figure, share)
 
 
 @pytest.mark.stress

@@ -2,19 +2,17 @@
 
 import json
 import math
-import sys
+from functools import partial
 
 import numpy as np
 import pytest
-import typer
 from scipy.stats import t as student
 
-from base.cli import run_command
 from base.digests import sealed
 from base.statistics import holm, pairs_of
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
-from quant_eval.__main__ import compare_command
+from quant_eval.__main__ import app
 from quant_eval.compare import compare
 from tests.quant_eval.test_compare import compare_losses, pair
 
@@ -78,20 +76,9 @@ def read(directories):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs the command; returns its exit code, what it printed, and the lines of its errors."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.callback()(lambda: None)
-    app.command("compare")(compare_command)
-
-    def start(*arguments):
-        monkeypatch.setattr(sys, "argv", ["quant_eval", "compare", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            run_command(app, "quant_eval")
-        printed = capsys.readouterr()
-        return stop.value.code, printed.out, printed.err.splitlines()
-
-    return start
+def run(in_process):
+    """Runs the command; returns its exit code, and the lines that it prints and of its errors."""
+    return partial(in_process, app, "quant_eval", "compare")
 
 
 def test_draws_widen_a_comparison_and_methods_without_calibration_need_none(written):
@@ -155,9 +142,9 @@ def test_the_command_prints_and_writes(written, run, tmp_path):
         *directories, "--figure", "absolute_error", "--out", tmp_path / "out.json"
     )
     assert code == 0
-    rows = [line.split() for line in printed.splitlines() if "gptq-b3-g32" in line]
+    rows = [line.split() for line in printed if "gptq-b3-g32" in line]
     assert [row[-1] for row in rows] == ["higher", "lower"]
-    assert "absolute_error, nats per token" in printed
+    assert any("absolute_error, nats per token" in line for line in printed)
     written_out = json.loads((tmp_path / "out.json").read_text())
     assert written_out["settings"]["pairing"] == "baseline"
     assert [entry["first"]["result"] for entry in written_out["pairs"]] == [
@@ -169,11 +156,11 @@ def test_the_command_prints_and_writes(written, run, tmp_path):
         error = (sum(sums[index]["nll_quantized"]) - sum(sums[0]["nll"])) / sum(sums[0]["tokens"])
         assert entry["second_value"] == pytest.approx(error)
     code, printed, _ = run(*directories, "--figure", "absolute_error", "--pairs", "successive")
-    assert [line.split()[-1] for line in printed.splitlines() if "gptq-b3-g32" in line] == [
+    assert [line.split()[-1] for line in printed if "gptq-b3-g32" in line] == [
         "higher",
         "lower",
     ]
-    assert run(*directories, "--pairs", "all")[1].count("gptq-b3-g32") == 6
+    assert "\n".join(run(*directories, "--pairs", "all")[1]).count("gptq-b3-g32") == 6
 
 
 def changed(sums, **lists):
@@ -184,61 +171,58 @@ SUMS = pair()[0]
 FEW = {name: values[:19] for name, values in SUMS.items()}
 
 
+def one_line(outcome):
+    """The one line of an error."""
+    code, printed, lines = outcome
+    assert (code, printed, len(lines)) == (2, [], 1)
+    return lines[0]
+
+
 @pytest.mark.parametrize(
-    ("contents", "options", "reason"),
+    ("second", "reason"),
     [
-        ([content(SUMS)] * 2, ["--figure", "loss"], "no figure is called 'loss'"),
-        ([content(SUMS)], [], "give two results or more"),
-        ([content(SUMS), content(SUMS, sha256="cd")], [], "differ in the text ('ab', 'cd')"),
-        (
-            [content(SUMS), content(SUMS, sequence_length=32)],
-            [],
-            "differ in sequence_length (64, 32)",
-        ),
-        (
-            [content(SUMS), content(SUMS, documents="concatenated")],
-            [],
-            "differ in documents ('separate', 'concatenated')",
-        ),
-        (
-            [content(SUMS, bos_token_ids=[1]), content(SUMS, bos_token_ids=[])],
-            [],
-            "differ in bos_token_ids",
-        ),
-        ([content(SUMS), content(SUMS, dtype="bf16")], [], "differ in dtype ('fp32', 'bf16')"),
-        ([content(SUMS), content(pair(count=59)[0])], [], "differ in the documents"),
-        (
-            [content(SUMS), content(pair(seed=1)[0])],
-            [],
-            "differ in the documents' numbers of tokens",
-        ),
-        ([content(FEW)] * 2, [], "was evaluated on 19 documents, which decide nothing"),
+        (content(SUMS, sha256="cd"), "the text ('ab', 'cd')"),
+        (content(SUMS, sequence_length=32), "sequence_length (64, 32)"),
+        (content(SUMS, documents="concatenated"), "documents ('separate', 'concatenated')"),
+        (content(SUMS, bos_token_ids=[1]), "bos_token_ids"),
+        (content(SUMS, dtype="bf16"), "dtype ('fp32', 'bf16')"),
+        (content(pair(count=59)[0]), "the documents"),
+        (content({"document": [0, 1]}), "the documents"),
+        (content(pair(seed=1)[0]), "the documents' numbers of tokens"),
+        (content(SUMS, values=[0.1, 0.2]), "the number of calibration draws (1, 2)"),
+    ],
+)
+def test_results_that_differ_in_a_setting_are_refused(written, run, second, reason):
+    directories = written(content(SUMS), second)
+    assert f"differ in {reason}" in one_line(run(*directories, "--figure", "absolute_error"))
+
+
+@pytest.mark.parametrize(
+    ("contents", "reason"),
+    [
+        ([content(SUMS)], "give two results or more"),
+        ([content(FEW)] * 2, "was evaluated on 19 documents, which decide nothing"),
         (
             [content(SUMS), content(changed(SUMS, nll=[math.nan] * 60))],
-            [],
             "NaN is no number of JSON; run the study again, or measure again",
         ),
         (
             [content(SUMS), content(changed(SUMS, kl=SUMS["kl"][:5]))],
-            [],
             "'kl' is not finite, or missing, of a document",
         ),
-        ([content(SUMS), content({"document": [0, 1]})], [], "differ in the documents"),
-        ([content(changed(SUMS, nll=[0.0] * 60))] * 2, [], "nothing to divide by"),
-        (
-            [content(SUMS), content(SUMS, values=[0.1, 0.2])],
-            ["--figure", "absolute_error"],
-            "differ in the number of calibration draws (1, 2)",
-        ),
-        ([content(SUMS), "{"], [], "is not valid JSON ("),
-        ([content(SUMS), {}], [], "is not a result of a measurement"),
-        ([content(SUMS), "{}"], [], "has no sha256 of its values"),
+        ([content(changed(SUMS, nll=[0.0] * 60))] * 2, "nothing to divide by"),
+        ([content(SUMS), "{"], "is not valid JSON ("),
+        ([content(SUMS), {}], "is not a result of a measurement"),
+        ([content(SUMS), "{}"], "has no sha256 of its values"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(written, run, contents, options, reason):
-    code, printed, lines = run(*written(*contents), *options)
-    assert (code, printed, len(lines)) == (2, "", 1)
-    assert reason in lines[0]
+def test_what_cannot_be_compared_is_refused(written, run, contents, reason):
+    assert reason in one_line(run(*written(*contents)))
+
+
+def test_other_figures_are_refused(written, run):
+    outcome = run(*written(content(SUMS), content(SUMS)), "--figure", "loss")
+    assert "no figure is called 'loss'" in one_line(outcome)
 
 
 def test_a_result_is_given_once_and_exists(written, run, tmp_path):
@@ -251,7 +235,7 @@ def test_a_result_is_given_once_and_exists(written, run, tmp_path):
 
 def test_results_of_several_studies_have_different_labels(written, run):
     models = ["runs/a/lr3e-3/hf/step00000640", "runs/b/lr3e-3/hf/step00000640"]
-    printed = run(*written(*(content(SUMS, model=model) for model in models)))[1]
-    assert all(model.removeprefix("runs/") in printed for model in models)
-    printed = run(*written(content(SUMS), content(SUMS)))[1]  # of one model and one spec
-    assert "test_results_of_several" in printed
+    _, printed, _ = run(*written(*(content(SUMS, model=model) for model in models)))
+    assert all(model.removeprefix("runs/") in "\n".join(printed) for model in models)
+    _, printed, _ = run(*written(content(SUMS), content(SUMS)))  # of one model and one spec
+    assert "test_results_of_several" in "\n".join(printed)

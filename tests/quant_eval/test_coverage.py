@@ -70,15 +70,13 @@ def coverage(setting, count, repetitions, samples=1000, seed=0, skew=0.5):
     return {name: hit / repetitions for name, hit in hits.items()}
 
 
-def accepted(hits, repetitions):
-    """Return whether a share of hits is what a coverage somewhere in 93-97% gives, with 99% on either
-    side.
-    """
-    return (
-        binom.ppf(0.01, repetitions, 0.93)
-        <= hits * repetitions
-        <= binom.ppf(0.99, repetitions, 0.97)
+def is_within(share, repetitions, limits=(0.93, 0.97)):
+    """Return whether a coverage within the limits gives such a share, with 99% on either side."""
+    low, high = (
+        binom.ppf(quantile, repetitions, limit)
+        for quantile, limit in zip((0.01, 0.99), limits, strict=True)
     )
+    return low <= share * repetitions <= high
 
 
 def test_fifty_documents_are_enough():
@@ -86,7 +84,7 @@ def test_fifty_documents_are_enough():
     86.5%.
     """
     reached = coverage("lognormal", 50, repetitions=1500, samples=400)
-    assert all(accepted(share, 1500) for share in reached.values()), reached
+    assert all(is_within(share, 1500) for share in reached.values()), reached
 
 
 @pytest.mark.stress
@@ -158,10 +156,7 @@ def test_intervals_cover_the_draw_of_the_calibration_text():
         50, 3, between_draws=0.01, between_both=0.01, repetitions=400, samples=400
     )
     # Two degrees of freedom make it wide: a coverage of up to 98.5% is accepted.
-    assert all(
-        binom.ppf(0.01, 400, 0.93) <= share * 400 <= binom.ppf(0.99, 400, 0.985)
-        for share in both.values()
-    ), both
+    assert all(is_within(share, 400, (0.93, 0.985)) for share in both.values()), both
     assert max(documents_only.values()) < 0.9
 
 

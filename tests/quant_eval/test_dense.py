@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM
 from base.errors import UserError
 from base.files import sha256_of
 from base.ranks import ALONE
+from ckpt_tools.formats.weights import DTYPES
 from quant_eval.measuring.losses import evaluation_set
 from quant_eval.measuring.measurement import measure
 from quant_eval.specs import parse_spec
 from tests.digests import blake3_of
-from tests.quant_eval.models import make_model, run_settings
+from tests.quant_eval.models import make_model, mean_loss, run_settings
 from train.data.corpus import open_corpus
 
 LINEARS = {
@@ -74,29 +75,16 @@ def kept(measured):
     return cases
 
 
-@torch.no_grad()
-def loss_of(model, prefix):
-    """Sum of the losses of whole blocks one at a time, over their tokens."""
-    data = evaluation_set(open_corpus(prefix), 64, 5000, "separate", 0)
-    total = tokens = 0.0
-    for block_T in data.blocks:
-        ids = torch.from_numpy(block_T)[None]
-        logits_V = model(ids[:, :-1], use_cache=False).logits[0].double()
-        total -= float(logits_V.log_softmax(-1).gather(-1, ids[0, 1:, None]).sum())
-        tokens += len(block_T) - 1
-    return total / tokens
-
-
 @pytest.mark.parametrize(("name", "spec", "dtype"), CASES)
 def test_transformers_with_the_files_has_the_measured_loss(
     kept, held_out_prefix, name, spec, dtype
 ):
     base, _, result, tensors = kept[name, spec, dtype]
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
     model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=types[dtype], attn_implementation="sdpa"
+        base, dtype=DTYPES[dtype], attn_implementation="sdpa"
     ).eval()
-    before = loss_of(model, held_out_prefix)
+    blocks = evaluation_set(open_corpus(held_out_prefix), 64, 5000, "separate", 0).blocks
+    before = mean_loss(model, blocks)
     parameters = dict(model.named_parameters())
     for key, tensor in tensors.items():
         parameters[key].data.copy_(tensor)
@@ -105,18 +93,16 @@ def test_transformers_with_the_files_has_the_measured_loss(
     # bf16 matmuls round by the shape of the batch, here and there
     tolerance = 1e-6 if dtype == "fp32" else 1e-3
     assert before == pytest.approx(expected["cross_entropy"], rel=tolerance)
-    assert loss_of(model, held_out_prefix) == pytest.approx(
-        expected["cross_entropy_quantized"], rel=tolerance
-    )
+    after = expected["cross_entropy_quantized"]
+    assert mean_loss(model, blocks) == pytest.approx(after, rel=tolerance)
 
 
 @pytest.mark.parametrize(("name", "spec", "dtype"), CASES)
 def test_only_what_changed_is_in_the_files(kept, name, spec, dtype):
     base, _, _, tensors = kept[name, spec, dtype]
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
     before = load_file(base / "model.safetensors")
     for key, tensor in tensors.items():
-        assert tensor.dtype == types[dtype]
+        assert tensor.dtype == DTYPES[dtype]
         assert not torch.equal(tensor, before[key].to(tensor.dtype))
     for index in range(3):
         inside = {

@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import binom, ttest_1samp, ttest_ind, ttest_rel
+from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
 from base.errors import UserError
 from quant_eval.estimate import DOCUMENTS, DRAWS, SEEDS, Crossed, Estimate, contrast_of, estimate_of
+from tests.quant_eval.test_coverage import is_within
 
 REPETITIONS = 1000  # of each small simulation
 
@@ -149,19 +150,10 @@ def covered(case, seeds, documents, draws, *, tail="normal", spread=0.0, repetit
     return hits / repetitions
 
 
-def is_within(share, limits, repetitions=REPETITIONS):
-    """Return whether a coverage within the limits gives such a share, with 99% on either side."""
-    low, high = (
-        binom.ppf(quantile, repetitions, limit)
-        for quantile, limit in zip((0.01, 0.99), limits, strict=True)
-    )
-    return low <= share * repetitions <= high
-
-
 @pytest.mark.parametrize("case", [name for name in CASES if name != "crossed"])
 def test_intervals_hold_seeds_documents_and_draws_at_once(case):
     share = covered(case, 3, 30, 3)
-    assert is_within(share, NARROW), share
+    assert is_within(share, REPETITIONS, NARROW), share
 
 
 def test_documents_alone_do_not_hold_the_seeds():
@@ -194,4 +186,4 @@ def test_intervals_hold_every_mixture_of_sources(seeds, documents, draws, tail, 
         print(seeds, documents, draws, tail, spread, case, share)
         is_wide = case in ("crossed", "all of all") or seeds == 2
         limits = WIDE if is_wide else NARROW
-        assert is_within(share, limits, 2000), (case, share)
+        assert is_within(share, 2000, limits), (case, share)

@@ -91,22 +91,20 @@ def run_gptqmodel(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: Colum
 
     linear = torch.nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False)
     linear.weight.data = weight_OI.clone()
-    settings = {
-        "bits": spec.bits,
-        "group_size": spec.group_size or -1,
-        "sym": spec.symmetric,
-        "mse": 0.0,
-    }
-    settings |= {
-        "desc_act": spec.order == "actorder",
-        "act_group_aware": spec.order == "groupaware",
-    }
-    settings |= {
-        "static_groups": spec.static_groups,
-        "damp_percent": spec.damping,
-        "damp_auto_increment": 0.0,
-    }
-    task = GPTQ(linear, QuantizeConfig(device="cpu", offload_to_disk=False, **settings))
+    config = QuantizeConfig(
+        bits=spec.bits,
+        group_size=spec.group_size or -1,
+        sym=spec.symmetric,
+        mse=0.0,
+        desc_act=spec.order == "actorder",
+        act_group_aware=spec.order == "groupaware",
+        static_groups=spec.static_groups,
+        damp_percent=spec.damping,
+        damp_auto_increment=0.0,
+        device="cpu",
+        offload_to_disk=False,
+    )
+    task = GPTQ(linear, config)
     task.fallback = None
     task.quantizer.configure(perchannel=True)
     task.H, task.nsamples = hessian_II.clone(), 1
@@ -121,14 +119,12 @@ def run_llmcompressor(
     from compressed_tensors.quantization import QuantizationArgs
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
-    groups = (
-        {"strategy": "group", "group_size": spec.group_size}
-        if spec.group_size
-        else {"strategy": "channel"}
-    )
-    order = {"actorder": "weight"} if spec.order == "actorder" else {}
     arguments = QuantizationArgs(
-        num_bits=spec.bits, symmetric=bool(spec.symmetric), **groups, **order
+        num_bits=spec.bits,
+        symmetric=spec.symmetric,
+        strategy="group" if spec.group_size else "channel",
+        group_size=spec.group_size,
+        actorder="weight" if spec.order == "actorder" else None,
     )
     grids = round_to_nearest(weight_OI, spec)
     zeros_OG = grids.zeros_OG.float() - 2 ** (spec.bits - 1)  # its codes are signed

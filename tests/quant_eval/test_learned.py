@@ -8,7 +8,6 @@ from torch import nn
 
 from base.errors import UserError
 from base.ranks import ALONE, Ranks
-from ckpt_tools.formats.hf_weights import HFWeights
 from quant_eval.learned import (
     Learnable,
     Rotations,
@@ -19,7 +18,6 @@ from quant_eval.learned import (
     sample,
 )
 from quant_eval.model.activations import Activations
-from quant_eval.model.streamed import StreamedModel
 from quant_eval.specs import parse_spec
 from quant_eval.transforms.placement import places_of
 from tests.quant_eval.learning import (
@@ -31,6 +29,7 @@ from tests.quant_eval.learning import (
     planted_layer,
     replaced,
 )
+from tests.quant_eval.models import open_model
 from train.model.families import SITES
 
 NAMES = ("spinquant-blockwise", "ostquant-blockwise", "flatquant-blockwise")
@@ -39,16 +38,23 @@ WIDTH = 32
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """A block, two batches of different lengths, and their contexts."""
+    """A block, two batches of different sizes, and their context."""
     model, block = make_block(tmp_path_factory.mktemp("olmo2"))
-    lengths = (LENGTH, 2 * LENGTH)
-    batches = [inputs_with_outliers(2, WIDTH, length) for length in lengths]
-    return block, batches, [model.context(length) for length in lengths]
+    batches = [inputs_with_outliers(sequences, WIDTH) for sequences in (2, 4)]
+    return block, batches, model.context(LENGTH)
+
+
+def learnables_of(block, name):
+    widths = [next(iter(linears.values())).in_features for linears in block.linears()]
+    return {
+        site: Learnable(name, width, (0, number))
+        for number, (site, width) in enumerate(zip(SITES, widths, strict=True))
+    }
 
 
 def learn(given, spec):
-    block, batches, contexts = given
-    return learn_transforms(block, batches, contexts, spec, seed=0)
+    block, batches, context = given
+    return learn_transforms(block, batches, context, spec, seed=0)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -58,9 +64,9 @@ def learned(request, given):
 
 
 def assert_learns(given, spec, transforms):
-    block, batches, contexts = given
-    start = output_error(block, hadamard_start(block), spec, batches, contexts)
-    assert output_error(block, transforms, spec, batches, contexts) < start
+    block, batches, context = given
+    start = output_error(block, hadamard_start(block), spec, batches, context)
+    assert output_error(block, transforms, spec, batches, context) < start
 
 
 def test_error_falls_on_what_is_learned_on(given, learned):
@@ -78,13 +84,10 @@ def test_error_falls_with_any_casts(given, name):
 
 @pytest.mark.parametrize("name", ["nvfp4", "w8a8-astatic"])
 def test_static_ranges_are_those_of_the_batch(given, name):
-    block, batches, contexts = given
+    block, batches, context = given
     spec = parse_spec(f"{name}-ostquant-blockwise")
-    learnables = {
-        site: Learnable("ostquant-blockwise", WIDTH * (1 + (site == "mlp_out")), (0,))
-        for site in SITES
-    }
-    trial = Trial(block, learnables, spec, batches, contexts)
+    learnables = learnables_of(block, "ostquant-blockwise")
+    trial = Trial(block, learnables, spec, batches, context)
     start = trial.error()
     assert 0 < start < 0.1
     descend(nn.ModuleList(learnables.values()), trial, 12, ALONE)
@@ -92,11 +95,11 @@ def test_static_ranges_are_those_of_the_batch(given, name):
 
 
 def test_steps_that_only_make_it_worse_leave_the_start(given, monkeypatch):
-    block, batches, contexts = given
+    block, batches, context = given
     monkeypatch.setattr(Scales, "rate", 8.0)
     monkeypatch.setattr(Rotations, "rate", 1e3)
     spec = parse_spec("w4a4-g16-ostquant-blockwise-i3")
-    transforms = learn_transforms(block, batches, contexts, spec, seed=0)
+    transforms = learn_transforms(block, batches, context, spec, seed=0)
     for site, start in hadamard_start(block).items():
         x = torch.eye(WIDTH * (1 + (site == "mlp_out")))
         assert torch.equal(transforms[site].inputs(x), start.inputs(x))
@@ -117,9 +120,9 @@ def test_rotations_are_orthogonal_and_all_have_their_inverse(learned):
 
 
 def test_exact_with_casts_off(given, learned):
-    block, batches, contexts = given
+    block, batches, context = given
     exact = replaced(block, learned[1], None)
-    for x, context in zip(batches, contexts, strict=True):
+    for x in batches:
         expected = block(x, context)
         torch.testing.assert_close(
             exact(x, context), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
@@ -127,11 +130,11 @@ def test_exact_with_casts_off(given, learned):
 
 
 def test_same_bits_twice_and_the_block_stays(given, learned):
-    block, batches, contexts = given
+    block, batches, context = given
     spec, transforms = learned
     before = {key: value.clone() for key, value in block.module.state_dict().items()}
-    again = learn_transforms(block, batches, contexts, spec, seed=0)
-    other = learn_transforms(block, batches, contexts, spec, seed=1)
+    again = learn_transforms(block, batches, context, spec, seed=0)
+    other = learn_transforms(block, batches, context, spec, seed=1)
     for site, transform in transforms.items():
         x = torch.eye(int(transform.steps[0].width))
         assert torch.equal(again[site].inputs(x), transform.inputs(x))
@@ -143,17 +146,13 @@ def test_same_bits_twice_and_the_block_stays(given, learned):
     assert not any(value.requires_grad for value in block.module.parameters())
 
 
-def test_error_pools_batches_of_different_lengths(given):
+def test_error_pools_batches_of_different_sizes(given):
     """As in float64 by the modules that are measured; sums in fp32 are the difference."""
-    block, batches, contexts = given
+    block, batches, context = given
     spec = parse_spec("w4a4-g16-spinquant-blockwise")
-    widths = [next(iter(linears.values())).in_features for linears in block.linears()]
-    learnables = {
-        site: Learnable("spinquant-blockwise", width, (0, SITES.index(site)))
-        for site, width in zip(SITES, widths, strict=True)
-    }
-    trial = Trial(block, learnables, spec, batches, contexts)
-    expected = output_error(block, hadamard_start(block), spec, batches, contexts)
+    learnables = learnables_of(block, "spinquant-blockwise")
+    trial = Trial(block, learnables, spec, batches, context)
+    expected = output_error(block, hadamard_start(block), spec, batches, context)
     assert trial.error() == pytest.approx(expected, rel=1e-5)
 
 
@@ -163,11 +162,11 @@ def layer_error(name, steps=40):
     spec = parse_spec(f"w4a4-g128-{name}")
     assert spec.rotation
     learnable = Learnable(spec.rotation, 256, (0, 0))
-    trial = Trial(layer, {"attention_in": learnable}, spec, [x], [{}])
+    trial = Trial(layer, {"attention_in": learnable}, spec, [x], {})
     start = trial.error()
     descend(nn.ModuleList([learnable]), trial, steps, ALONE)
     transforms = {"attention_in": learnable.transform()}
-    return start, *(output_error(layer, transforms, spec, [text], [{}]) for text in (x, other))
+    return start, *(output_error(layer, transforms, spec, [text], {}) for text in (x, other))
 
 
 def test_planted_outliers(monkeypatch):
@@ -222,12 +221,12 @@ def test_sample_is_the_same_on_any_ranks(ranks, monkeypatch):
 
 
 def test_bad_input(given, tmp_path):
-    block, batches, contexts = given
+    block, batches, context = given
     spec = parse_spec("w4a4-g16-spinquant-blockwise-i2")
     wrong = [batches[0].clone(), batches[1]]
     wrong[0][0, 0, 0] = torch.nan
     with pytest.raises(UserError, match=r"its output error is nan at step 0; check"):
-        learn_transforms(block, wrong, contexts, spec, seed=0)
+        learn_transforms(block, wrong, context, spec, seed=0)
     with pytest.raises(UserError, match="rotated by quarot; give that, or a method"):
         parse_spec("kv4-spinquant-blockwise")  # nothing to learn on
     model, _ = make_block(tmp_path, intermediate_size=70)
@@ -238,18 +237,13 @@ def test_bad_input(given, tmp_path):
 def test_many_batches_in_bf16_add_up(tmp_path):
     """So many of one batch have its error and its gradient, to the rounding of sums in fp32."""
     make_block(tmp_path)
-    model = StreamedModel(tmp_path, HFWeights(tmp_path), torch.bfloat16, torch.device("cpu"))
+    model = open_model(tmp_path, torch.bfloat16)
     block, batch = model.block(0), inputs_with_outliers(2, WIDTH).bfloat16()
     spec = parse_spec("w4a4-g16-spinquant-blockwise")
-    widths = [next(iter(linears.values())).in_features for linears in block.linears()]
     gradients = []
     for copies in (1, 64):
-        learnables = {
-            site: Learnable("spinquant-blockwise", width, (0, SITES.index(site)))
-            for site, width in zip(SITES, widths, strict=True)
-        }
-        contexts = [model.context(LENGTH)] * copies
-        Trial(block, learnables, spec, [batch] * copies, contexts).error()
+        learnables = learnables_of(block, "spinquant-blockwise")
+        Trial(block, learnables, spec, [batch] * copies, model.context(LENGTH)).error()
         values = [value for each in learnables.values() for value in each.parameters()]
         gradients.append(
             torch.cat([value.grad.flatten() for value in values if value.grad is not None])

@@ -11,18 +11,15 @@ import torch
 from safetensors.torch import load_file
 from torch.distributions import Categorical, kl_divergence
 
-from base.ranks import Ranks
-from ckpt_tools.formats.hf_weights import HFWeights
+from base.ranks import ALONE
 from ckpt_tools.hf.model import load_hf_model
 from quant_eval.measuring.losses import evaluation_set, paired_losses
 from quant_eval.measuring.streams import Stream
-from quant_eval.model.streamed import StreamedModel
+from tests.quant_eval.models import open_model
 from train.data.corpus import open_corpus
 
 SEQUENCE_LENGTH = 50
 MODES: tuple[Literal["separate", "concatenated"], ...] = ("separate", "concatenated")
-CPU = torch.device("cpu")
-ALONE = Ranks(0, 1, CPU)
 
 
 def corpus_of(*documents):
@@ -58,7 +55,7 @@ def streams_of(directories, data, batches, dtype=torch.float32):
     """The residual stream of every model after all of its blocks."""
     streams = []
     for directory in directories:
-        model = StreamedModel(directory, HFWeights(directory), dtype, CPU)
+        model = open_model(directory, dtype)
         stream = Stream(model, [data.padded(batch)[:, :-1] for batch in batches])
         for index in range(model.num_blocks):
             stream.advance(model.block(index))
@@ -70,7 +67,7 @@ def losses_of(directories, data, batch_size):
     """All blocks of every model, then the losses, through the streaming code."""
     batches = data.batches(batch_size)
     streams = streams_of((directories[0], *directories[1]), data, batches)
-    head = StreamedModel(directories[0], HFWeights(directories[0]), torch.float32, CPU).head()
+    head = open_model(directories[0]).head()
     return paired_losses(head, streams[0], streams[1:], data, batches, ALONE)
 
 
@@ -113,9 +110,8 @@ def test_a_model_beside_itself_costs_nothing(directories, held_out_prefix):
 def test_chunks_of_the_logits_change_nothing(directories, held_out_prefix, monkeypatch):
     data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, 500, "separate", 0)
     whole = losses_of(directories, data, 4)
-    monkeypatch.setattr(
-        "quant_eval.measuring.losses.LOGITS_BYTES", 7 * 320 * 4
-    )  # seven tokens at a time
+    # seven tokens at a time
+    monkeypatch.setattr("quant_eval.measuring.losses.LOGITS_BYTES", 7 * 320 * 4)
     for losses, other in zip(whole, losses_of(directories, data, 4), strict=True):
         np.testing.assert_allclose(losses.kl, other.kl, rtol=1e-5)
         np.testing.assert_allclose(losses.nll_quantized, other.nll_quantized, rtol=1e-6)
@@ -211,7 +207,7 @@ def test_losses_in_bf16_are_those_of_float64_logits(hf_dir, held_out_prefix):
     for index, x_BLD in enumerate(full.read(index) for index in range(len(full))):
         noise_BLD = torch.randn(x_BLD.shape, generator=generator) * x_BLD.float().std() / 128
         near.write(index, x_BLD + noise_BLD)
-    head = StreamedModel(hf_dir, HFWeights(hf_dir), torch.bfloat16, CPU).head()
+    head = open_model(hf_dir, torch.bfloat16).head()
     head.get_submodule("1").get_parameter("weight").mul_(4)  # exact
     (measured,) = paired_losses(head, full, [near], data, batches, ALONE)
 

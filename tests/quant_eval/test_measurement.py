@@ -26,12 +26,11 @@ def settings(train_prefix, held_out_prefix):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, settings):
+def results(tiny, tmp_path_factory, settings):
     """By spec; what the libraries leave behind is gone."""
     root = tmp_path_factory.mktemp("measured")
-    model = make_model(root / "model", "olmo2")
-    outs = tuple(root / "out" / spec.name for spec in SPECS)
-    entries = measure(model, SPECS, outs, settings, ALONE)
+    outs = tuple(root / spec.name for spec in SPECS)
+    entries = measure(tiny("olmo2"), SPECS, outs, settings, ALONE)
     assert not [path for out in outs if out.exists() for path in out.iterdir()]
     return {result["spec"]["name"]: result for result in entries}
 
@@ -90,13 +89,12 @@ def test_a_dead_linear_is_measured_and_named(tmp_path, settings, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"rounded: {dead[0]}")
 
 
-def test_a_library_that_fails_leaves_nothing(tmp_path, settings, monkeypatch):
+def test_a_library_that_fails_leaves_nothing(tiny, tmp_path, settings, monkeypatch):
     def fails(job) -> Report:
         run_job(job.model_copy(update={"calibration": tmp_path / "absent"}))
         raise AssertionError
 
     monkeypatch.setattr("quant_eval.libraries.job.run_job", fails)
-    model = make_model(tmp_path / "model", "olmo2")
     with pytest.raises(UserError, match="spec gptqmodel-b3-g32: "):
-        measure(model, SPECS[1:2], (tmp_path / "out",), settings, ALONE)
+        measure(tiny("olmo2"), SPECS[1:2], (tmp_path / "out",), settings, ALONE)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

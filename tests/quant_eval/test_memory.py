@@ -50,16 +50,11 @@ def peaks(request, tmp_path_factory, short_documents) -> list[float]:
             hidden_size=HIDDEN,
             intermediate_size=INTERMEDIATE,
         )
-        options = {
-            "calibration": short_documents,
-            "eval": short_documents,
-            "spec": request.param,
-            "eval-tokens": 500,
-        }
-        options |= {"calibration-sequences": 8, "dtype": "fp32", "out": root / "out"}
-        arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+        words = ["run", model, "--spec", request.param, "--out", root / "out"]
+        words += ["--calibration", short_documents, "--calibration-sequences", 8]
+        words += ["--eval", short_documents, "--eval-tokens", 500]
         done = subprocess.run(
-            [interpreter(), "-c", PEAK, "run", str(model), *arguments],
+            [interpreter(), "-c", PEAK, *map(str, words)],
             capture_output=True,
             text=True,
             check=False,

@@ -11,11 +11,9 @@ from safetensors.torch import load_file
 from base.errors import UserError
 from base.ranks import ALONE, Ranks, start
 from quant_eval.rounding.gptq import scaled_inverse
-from quant_eval.saved.gptq import PACKED, unpack
+from quant_eval.saved.gptq import unpack
 from tests.quant_eval.models import make_model
 from tests.runs import ranks
-
-SPECS = ("gptq-b3-g16-actorder-s16",)
 
 
 @pytest.fixture(scope="module")
@@ -29,46 +27,31 @@ def results(tmp_path_factory, train_prefix, held_out_prefix):
     )
     directories = {}
     for size in (1, 3):
-        outs = [root / str(size) / spec for spec in SPECS]
-        arguments = [
-            "run",
-            model,
-            "--calibration",
-            train_prefix,
-            "--eval",
-            held_out_prefix,
-            "--eval-tokens",
-            "5000",
-        ]
-        arguments += ["--calibration-sequences", "13", "--save"]
-        for spec, out in zip(SPECS, outs, strict=True):
-            arguments += ["--spec", spec, "--out", out]
-        command = ("quant_eval", *map(str, arguments))
-        done = ranks(size, *command)
+        out = root / str(size)
+        words = ["run", model, "--spec", "gptq-b3-g16-actorder-s16", "--out", out, "--save"]
+        words += ["--calibration", train_prefix, "--calibration-sequences", "13"]
+        words += ["--eval", held_out_prefix, "--eval-tokens", "5000"]
+        done = ranks(size, "quant_eval", *map(str, words))
         assert done.returncode == 0, done.stderr[-3000:]
-        directories[size] = outs
+        directories[size] = out
     return directories
 
 
 def test_ranks_change_neither_weights_nor_losses(results):
-    alone, shared = (results[size][0] for size in (1, 3))
-    tensors, other = (
-        load_file(place / "checkpoint/model.safetensors") for place in (alone, shared)
-    )
-    equal = total = 0
+    directories = results[1], results[3]
+    tensors, other = (load_file(path / "checkpoint/model.safetensors") for path in directories)
+    equal, total, packed = 0, 0, ("qweight", "qzeros", "scales", "g_idx")
     for name in tensors:
         if name.endswith(".qweight"):
             linear = name.removesuffix(".qweight")
             codes = [
-                unpack({key: weights[f"{linear}.{key}"] for key in PACKED}, 3, "gptq").codes_OI
+                unpack({key: weights[f"{linear}.{key}"] for key in packed}, 3, "gptq").codes_OI
                 for weights in (tensors, other)
             ]
             equal, total = equal + int((codes[0] == codes[1]).sum()), total + codes[0].numel()
     assert total > 90_000
     assert equal / total >= 0.999
-    measured = [
-        json.loads((path / "result.json").read_text())["measured"] for path in (alone, shared)
-    ]
+    measured = [json.loads((path / "result.json").read_text())["measured"] for path in directories]
     assert measured[1]["cross_entropy"] == measured[0]["cross_entropy"]
     for figure in ("cross_entropy_quantized", "kl_divergence"):
         assert measured[1][figure] == pytest.approx(measured[0][figure], rel=1e-4)
@@ -109,9 +92,8 @@ def test_every_kind_of_spec_measures_the_same_on_ranks(tmp_path, train_prefix, h
 
 
 def test_a_saved_checkpoint_is_proven(results):
-    for out in results[3]:
-        reloaded = json.loads((out / "result.json").read_text())["measured"]["reloaded"]
-        assert reloaded["relative_difference"] <= 1e-6
+    reloaded = json.loads((results[3] / "result.json").read_text())["measured"]["reloaded"]
+    assert reloaded["relative_difference"] <= 1e-6
 
 
 def test_shares_cover_everything_once():

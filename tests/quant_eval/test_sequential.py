@@ -8,27 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from base.errors import UserError
-from base.ranks import Ranks
-from ckpt_tools.formats.hf_weights import HFWeights
+from base.ranks import ALONE
 from ckpt_tools.formats.weights import DTYPES
-from quant_eval.measuring.sequential import check_spec
 from quant_eval.measuring.walk import Variant, walk
-from quant_eval.model.streamed import StreamedModel
 from quant_eval.rounding.gptq import gptq, prepare
 from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.settings import ComputeSettings
 from tests.conftest import make_hf_directory
-from tests.quant_eval.models import ARCHITECTURES, make_model
+from tests.published import change_weights
+from tests.quant_eval.models import ARCHITECTURES, open_model
 from tests.quant_eval.specs import gptq_spec, grid_spec
 from train.data.batches import batch
 from train.data.corpus import open_corpus
-
-CPU = torch.device("cpu")
-ALONE = Ranks(0, 1, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +45,7 @@ def quantize(directory: Path, name: str, calibration, batch_size=6, dtype="fp32"
 
     compute = ComputeSettings(dtype=dtype, batch_size=batch_size, device="cpu")
     variant = Variant(grid_spec(name), calibration, finished=collect)
-    model = StreamedModel(directory, HFWeights(directory), DTYPES[dtype], CPU)
+    model = open_model(directory, DTYPES[dtype])
     (quantized,) = walk(model, [variant], None, compute, ALONE)
     return weights, quantized.errors, groups
 
@@ -72,12 +65,12 @@ def inputs_of(model: Any, name: str, calibration) -> torch.Tensor:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", ["gptq-b2-g16", "gptq-b3-perchannel-asym-actorder"])
 def test_every_linear_is_quantized_on_the_inputs_the_quantized_model_before_it_makes(
-    tmp_path, calibration, name, architecture
+    tiny, calibration, name, architecture
 ):
     """The witness is transformers' own forward, eager, all sequences at once; the walk takes
     blocks apart, by sdpa.
     """
-    directory = make_model(tmp_path / "model", architecture)
+    directory = tiny(architecture)
     quantized, errors, groups = quantize(directory, name, calibration)
     witness = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
@@ -163,19 +156,9 @@ def test_bf16_weights_stay_bf16(tmp_path, calibration):
 def test_a_linear_of_zeros_is_kept_as_it_is(tmp_path, hf_dir, calibration):
     """As some initialise what writes to the residual stream."""
     directory = Path(shutil.copytree(hf_dir, tmp_path / "model"))
-    weights = load_file(directory / "model.safetensors")
     name = "model.layers.1.self_attn.o_proj"
-    weights[f"{name}.weight"].zero_()
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    change_weights(directory, **{f"{name}.weight": torch.zeros(32, 32)})
     quantized, errors, _ = quantize(directory, "gptq-b3-g16", calibration)
     assert not quantized[name].any()
     (error,) = (error for error in errors if error.name == name)
     assert error.relative_output_error == error.relative_weight_error == 0
-
-
-def test_a_group_size_that_does_not_divide_is_refused(hf_dir):
-    model = StreamedModel(hf_dir, HFWeights(hf_dir), torch.float32, CPU)
-    with pytest.raises(
-        UserError, match=r"64 does not divide the 32 input features of model\.layers\.0\.self_attn"
-    ):
-        check_spec(model, grid_spec("rtn-b4-g64"))

@@ -31,105 +31,91 @@ def stated(spec: QuantSpec) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "method", "values"),
+    ("name", "method", "values"),
     [
-        ("rtn-b4-g128", None, "rtn", FOUR),
+        ("rtn-b4-g128", "rtn", FOUR),
         (
             "rtn-b8-perchannel-asym-s16",
-            None,
             "rtn",
             WHOLE | {"bits": 8, "symmetric": False, "scales": "fp16"},
         ),
-        ("gptq-b3-g32", None, "gptq", {"bits": 3, "group_size": 32}),
-        ("gptq-b3-g32-sym-natural-damp0.05", "gptq-b3-g32", "gptq", {"bits": 3, "group_size": 32}),
+        ("gptq-b3-g32", "gptq", {"bits": 3, "group_size": 32}),
         (
             "gptq-b2-g64-asym-actorder-static-damp0.1",
-            None,
             "gptq",
             {"bits": 2, "group_size": 64, "symmetric": False, "order": "actorder"}
             | {"static_groups": True, "damping": 0.1},
         ),
-        (
-            "gptq-b5-g64-groupaware",
-            None,
-            "gptq",
-            {"bits": 5, "group_size": 64, "order": "groupaware"},
-        ),
-        ("gptq-b4-perchannel-damp0", None, "gptq", WHOLE | {"bits": 4, "damping": 0.0}),
-        ("gptq-b4-g128-damp0.000001", None, "gptq", FOUR | {"damping": 1e-6}),
-        ("gptq-b4-g128-damp1", None, "gptq", FOUR | {"damping": 1.0}),
-        ("gptqmodel-b4-g128-paper", None, "gptqmodel", FOUR | {"order": "actorder"}),
-        (
-            "gptqmodel-b4-g128-actorder",
-            "gptqmodel-b4-g128-paper",
-            "gptqmodel",
-            FOUR | {"order": "actorder"},
-        ),
-        ("gptqmodel-b3-g64-actorder", None, "gptqmodel", THREE_MODEL),
-        ("gptaq-b4-g128", None, "gptaq", FOUR),
-        ("gptaq-b4-g128-alpha0.5", None, "gptaq", FOUR | {"alpha": 0.5}),
-        ("awq-b4-g128", None, "awq", FOUR),
-        ("awq-b4-g128-sym", None, "awq", FOUR | {"symmetric": True}),
-        ("int8-t6", None, "int8", {"bits": 8, "threshold": 6.0}),
-        ("int8-b8-t0", "int8-t0", "int8", {"bits": 8, "threshold": 0.0}),
-        ("nf4-g64", None, "nf4", {"bits": 4, "group_size": 64}),
-        ("gptq-b4-g128-had", None, "gptq", FOUR | {"rotation": "had"}),
-        ("rtn-b4-g128-a4-quarot", "w4a4-g128-quarot", "rtn", W4A4 | {"rotation": "quarot"}),
-        ("w4a4-g128-asym-kv4", None, "rtn", W4A4 | {"symmetric": False, "kv": "int4"}),
-        (
-            "w8a8-smooth0.5",
-            None,
-            "rtn",
-            WHOLE | {"bits": 8, "activations": "int8", "smooth": 0.5},
-        ),
-        ("rtn-b8-perchannel-a8", "w8a8", "rtn", WHOLE | {"bits": 8, "activations": "int8"}),
-        ("rtn-b4-g128-afp8", None, "rtn", FOUR | {"activations": "fp8"}),
+        ("gptq-b5-g64-groupaware", "gptq", {"bits": 5, "group_size": 64, "order": "groupaware"}),
+        ("gptq-b4-perchannel-damp0", "gptq", WHOLE | {"bits": 4, "damping": 0.0}),
+        ("gptq-b4-g128-damp0.000001", "gptq", FOUR | {"damping": 1e-6}),
+        ("gptq-b4-g128-damp1", "gptq", FOUR | {"damping": 1.0}),
+        ("gptqmodel-b4-g128-paper", "gptqmodel", FOUR | {"order": "actorder"}),
+        ("gptqmodel-b3-g64-actorder", "gptqmodel", THREE_MODEL),
+        ("gptaq-b4-g128", "gptaq", FOUR),
+        ("gptaq-b4-g128-alpha0.5", "gptaq", FOUR | {"alpha": 0.5}),
+        ("awq-b4-g128", "awq", FOUR),
+        ("awq-b4-g128-sym", "awq", FOUR | {"symmetric": True}),
+        ("int8-t6", "int8", {"bits": 8, "threshold": 6.0}),
+        ("nf4-g64", "nf4", {"bits": 4, "group_size": 64}),
+        ("gptq-b4-g128-had", "gptq", FOUR | {"rotation": "had"}),
+        ("w4a4-g128-asym-kv4", "rtn", W4A4 | {"symmetric": False, "kv": "int4"}),
+        ("w8a8-smooth0.5", "rtn", WHOLE | {"bits": 8, "activations": "int8", "smooth": 0.5}),
+        ("rtn-b4-g128-afp8", "rtn", FOUR | {"activations": "fp8"}),
         (
             "w8a8-astatic",
-            None,
             "rtn",
             WHOLE | {"bits": 8, "activations": "int8", "static_activations": True},
         ),
-        ("nvfp4", None, "rtn", NVFP4 | {"activations": "nvfp4"}),
-        ("nvfp4-a16", None, "rtn", NVFP4),
-        ("nvfp4-a8-had", None, "rtn", NVFP4 | {"activations": "int8", "rotation": "had"}),
-        ("gptq-nvfp4", None, "gptq", NVFP4 | {"activations": "nvfp4"}),
-        ("fp8", None, "rtn", WHOLE | {"bits": 8, "format": "fp8", "activations": "fp8"}),
-        ("ternary-g128", None, "rtn", {"bits": 2, "format": "ternary", "group_size": 128}),
-        ("binary-perchannel", None, "rtn", WHOLE | {"bits": 1, "format": "binary"}),
-        (
-            "atom-b4-g128-keep0.03-a4",
-            None,
-            "atom",
-            W4A4 | {"kept": 0.03},
-        ),
-        ("quik-b4-perchannel-keep1", None, "quik", WHOLE | {"bits": 4, "kept": 1.0}),
-        ("qtip-b2", None, "qtip", {"bits": 2}),
-        ("qtip-b3-l16", None, "qtip", {"bits": 3, "states": 16}),
-        ("autoround-b4-g128-i50", None, "autoround", FOUR | {"iterations": 50}),
-        ("kv4", None, "none", {"bits": 16, "kv": "int4"}),
-        ("kvfp8-quarot", None, "none", {"bits": 16, "kv": "fp8", "rotation": "quarot"}),
+        ("nvfp4", "rtn", NVFP4 | {"activations": "nvfp4"}),
+        ("nvfp4-a16", "rtn", NVFP4),
+        ("nvfp4-a8-had", "rtn", NVFP4 | {"activations": "int8", "rotation": "had"}),
+        ("gptq-nvfp4", "gptq", NVFP4 | {"activations": "nvfp4"}),
+        ("fp8", "rtn", WHOLE | {"bits": 8, "format": "fp8", "activations": "fp8"}),
+        ("ternary-g128", "rtn", {"bits": 2, "format": "ternary", "group_size": 128}),
+        ("binary-perchannel", "rtn", WHOLE | {"bits": 1, "format": "binary"}),
+        ("atom-b4-g128-keep0.03-a4", "atom", W4A4 | {"kept": 0.03}),
+        ("quik-b4-perchannel-keep1", "quik", WHOLE | {"bits": 4, "kept": 1.0}),
+        ("qtip-b2", "qtip", {"bits": 2}),
+        ("qtip-b3-l16", "qtip", {"bits": 3, "states": 16}),
+        ("autoround-b4-g128-i50", "autoround", FOUR | {"iterations": 50}),
+        ("kv4", "none", {"bits": 16, "kv": "int4"}),
+        ("kvfp8-quarot", "none", {"bits": 16, "kv": "fp8", "rotation": "quarot"}),
         (
             "a8-baseq-smooth0.5-had64",
-            None,
             "none",
             {"bits": 16, "activations": "int8", "shift": True, "smooth": 0.5}
             | {"rotation": "had", "rotation_block": 64},
         ),
         (
             "w4a4-g128-spinquant-blockwise",
-            None,
             "rtn",
             W4A4 | {"rotation": "spinquant-blockwise", "iterations": 100},
         ),
-        ("w4a4-g128-quarot-fused", None, "rtn", W4A4 | {"rotation": "quarot-fused"}),
+        ("w4a4-g128-quarot-fused", "rtn", W4A4 | {"rotation": "quarot-fused"}),
+        ("int8-t0", "int8", {"bits": 8, "threshold": 0.0}),
+        ("w4a4-g128-quarot", "rtn", W4A4 | {"rotation": "quarot"}),
+        ("w8a8", "rtn", WHOLE | {"bits": 8, "activations": "int8"}),
     ],
 )
-def test_a_name_states_every_setting(text, name, method, values):
-    spec = parse_spec(text)
-    assert (spec.method, stated(spec)) == (method, values)
-    assert spec.name == (name or text)
-    assert parse_spec(spec.name) == spec
+def test_a_name_states_every_setting(name, method, values):
+    spec = parse_spec(name)
+    assert (spec.method, stated(spec), spec.name) == (method, values, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("gptq-b3-g32-sym-natural-damp0.05", "gptq-b3-g32"),
+        ("gptqmodel-b4-g128-actorder", "gptqmodel-b4-g128-paper"),
+        ("int8-b8-t0", "int8-t0"),
+        ("rtn-b4-g128-a4-quarot", "w4a4-g128-quarot"),
+        ("rtn-b8-perchannel-a8", "w8a8"),
+    ],
+)
+def test_a_name_that_states_defaults_has_a_shorter_one(text, name):
+    assert parse_spec(text) == parse_spec(name)
+    assert parse_spec(text).name == name
 
 
 def test_a_result_has_every_setting_of_every_quantizer_none_where_it_has_none():

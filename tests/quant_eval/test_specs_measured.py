@@ -8,25 +8,24 @@ import torch
 
 from base.errors import UserError
 from base.ranks import ALONE
-from ckpt_tools.formats.hf_weights import HFWeights
+from quant_eval.group import LinearGroup
 from quant_eval.measuring.losses import EvaluationSet
 from quant_eval.measuring.sequential import check_spec
 from quant_eval.measuring.walk import Quantized, Variant, walk
 from quant_eval.model.streamed import StreamedModel
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
-from tests.quant_eval.models import make_model
+from tests.quant_eval.gptq_reference import problem
+from tests.quant_eval.models import open_model
 
-CPU = torch.device("cpu")
 CALIBRATION_NL = torch.randint(1, 320, (16, 48), generator=torch.Generator().manual_seed(1))
 TEXT = [np.random.default_rng(2).integers(1, 320, length) for length in (40, 33, 25, 41, 17)]
 DATA = EvaluationSet(TEXT, list(range(5)), list(range(5)), 0)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> StreamedModel:
-    directory = make_model(tmp_path_factory.mktemp("specs") / "olmo2", "olmo2")
-    return StreamedModel(directory, HFWeights(directory), torch.float32, CPU)
+def model(tiny) -> StreamedModel:
+    return open_model(tiny("olmo2"))
 
 
 def measured(model: StreamedModel, name: str) -> Quantized:
@@ -103,3 +102,22 @@ def test_a_document_is_measured_alike_beside_others_and_alone(model, name):
 def test_specs_without_a_place_are_refused_before_anything_is_computed(model, name, reason):
     with pytest.raises(UserError, match=reason):
         check_spec(model, parse_spec(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rtn-b3-g32-asym", "gptq-b3-g32", "gptq-b3-perchannel-actorder-s16", "hqq-b4-g16"),
+        *("fp8", "fp8-astatic", "fp8e5m2", "mxfp8", "mxfp4", "nvfp4", "ternary-g32", "binary-g32"),
+        *("atom-b4-g32-keep0.2", "quik-b4-perchannel-keep0.2", "quik-b4-g32-keep1", "qtip-b2-l8"),
+    ],
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused(name, value):
+    """Weights of an input that Atom and QUIK keep, as every 37th is loud, and of another."""
+    for feature in (37, 40):
+        weight_OI, hessian_II = problem(num_outputs=32, num_inputs=64)
+        weight_OI[3, feature] = value
+        group = LinearGroup("w", [32], weight_OI, hessian_II, torch.float64, ALONE, seed=(0,))
+        with pytest.raises(UserError, match=r"w: weights hold NaN or infinity.*; check the check"):
+            parse_spec(name).round(group)

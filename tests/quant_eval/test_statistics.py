@@ -3,6 +3,7 @@ approximation.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,8 +99,8 @@ def test_pairing_removes_what_both_models_share():
 def test_wide_intervals_contain_narrow_ones_and_the_estimate():
     losses = documents()
     narrow, wide = (intervals_of(losses, samples=500, level=level, seed=1) for level in (0.5, 0.99))
-    sums = (losses.tokens, losses.nll, losses.nll_quantized, losses.kl, losses.agreements)
-    for name, (part, whole) in fractions(*(values.sum() for values in sums)).items():
+    sums = {name: values_D.sum() for name, values_D in vars(losses).items()}
+    for name, (part, whole) in fractions(**sums).items():
         value = part / whole
         assert wide[name][0] < narrow[name][0] < value < narrow[name][1] < wide[name][1]
 
@@ -132,9 +133,7 @@ def test_the_seed_decides_and_the_memory_does_not(monkeypatch):
 def test_units_carry_over():
     """A divergence in other units, longer documents, has the same interval in those units."""
     losses = documents()
-    bits = PairedLosses(
-        losses.tokens, losses.nll, losses.nll_quantized, losses.kl / math.log(2), losses.agreements
-    )
+    bits = replace(losses, kl=losses.kl / math.log(2))
     expected = [end / math.log(2) for end in intervals_of(losses)["kl_divergence"]]
     assert intervals_of(bits)["kl_divergence"] == pytest.approx(expected, rel=1e-9)
 
@@ -146,9 +145,7 @@ def test_sparse_figures_have_finite_intervals():
     losses = documents(count=30)
     agreements = losses.tokens.copy()
     agreements[4] -= 1
-    low, high = intervals_of(
-        PairedLosses(losses.tokens, losses.nll, losses.nll_quantized, losses.kl, agreements)
-    )["top1_agreement"]
+    low, high = intervals_of(replace(losses, agreements=agreements))["top1_agreement"]
     assert 0.9 < low < agreements.sum() / losses.tokens.sum() < high <= 1
     always = PairedLosses(losses.tokens, losses.nll, losses.nll, 0 * losses.kl, losses.tokens)
     intervals = intervals_of(always)
@@ -165,17 +162,14 @@ def test_what_has_no_interval_is_refused():
         intervals_of(noise)
     with pytest.raises(UserError, match=r"18 bootstrap samples are too few .* take 19 or more"):
         intervals_of(losses, samples=18)
-    alone = PairedLosses(
-        losses.tokens, losses.nll * (np.arange(20) == 0), losses.nll, losses.kl, losses.agreements
-    )
+    alone = replace(losses, nll=losses.nll * (np.arange(20) == 0), nll_quantized=losses.nll)
     with pytest.raises(UserError, match="relative_error: one document holds all"):
         intervals_of(alone)
 
 
 def shifted(losses, change):
     """Another calibration draw, which adds `change` nats per token to every document."""
-    quantized = losses.nll_quantized + change * losses.tokens
-    return PairedLosses(losses.tokens, losses.nll, quantized, losses.kl, losses.agreements)
+    return replace(losses, nll_quantized=losses.nll_quantized + change * losses.tokens)
 
 
 def test_one_draw_says_nothing_of_draws_and_equal_draws_add_nothing():

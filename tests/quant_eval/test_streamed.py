@@ -1,31 +1,29 @@
 """A model read block by block, and blocks taken apart, against transformers' whole model."""
 
 import copy
-import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from base.errors import UserError
-from ckpt_tools.formats.hf_weights import HFWeights
-from quant_eval.model.streamed import StreamedModel
-from tests.published import KINDS, logits_by_transformers, make_published
-from tests.quant_eval.models import ARCHITECTURES, make_model
+from tests.published import (
+    KINDS,
+    change_config,
+    change_weights,
+    logits_by_transformers,
+    make_published,
+)
+from tests.quant_eval.models import ARCHITECTURES, make_model, open_model
 
-CPU = torch.device("cpu")
 TOKENS = torch.randint(1, 320, (3, 40), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def directory(request, tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp(request.param), request.param)
-
-
-def open_model(directory, dtype=torch.float32):
-    return StreamedModel(directory, HFWeights(directory), dtype, CPU)
+def directory(request, tiny):
+    return tiny(request.param)
 
 
 @torch.no_grad()
@@ -111,9 +109,10 @@ def test_each_linear_reads_what_it_reads_in_the_whole_model(directory):
 
 def test_a_weight_that_is_not_finite_is_named(tmp_path):
     directory = make_model(tmp_path / "model", "llama")
-    weights = load_file(directory / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight_OI = load_file(directory / "model.safetensors")[name]
+    weight_OI[3, 4] = float("nan")
+    change_weights(directory, **{name: weight_OI})
     model = open_model(directory)
     model.block(0)
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
@@ -122,15 +121,12 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path):
 
 def test_unknown_architectures_and_sliding_windows_are_refused(tmp_path):
     directory = make_model(tmp_path / "model", "smollm3")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(
-        json.dumps(config | {"layer_types": ["sliding_attention"] * 3})
-    )
+    change_config(directory, layer_types=["sliding_attention"] * 3)
     with pytest.raises(UserError, match="sliding"):
         open_model(directory)
-    (directory / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    change_config(directory, model_type="gpt2")
     with pytest.raises(UserError, match="one of olmo2"):
         open_model(directory)
     windowed = make_model(tmp_path / "mistral", "mistral", sliding_window=32)
     with pytest.raises(UserError, match="mistral with sliding windows is not supported"):
-        StreamedModel(windowed, HFWeights(windowed), torch.float32, CPU)
+        open_model(windowed)

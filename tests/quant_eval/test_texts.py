@@ -107,9 +107,8 @@ def test_an_evaluated_document_in_the_calibration_draw_is_named(tmp_path, tokeni
     everything = draw(calibration, sequences=corpus.num_sequences(48))
     with pytest.raises(UserError, match=r"1 evaluated documents .* the first 3, are also"):
         apart(calibration, evaluation, [everything])
-    sequences = torch.from_numpy(
-        corpus.sequences(np.arange(3), 48)[:, :-1].copy()
-    )  # those before the copy
+    # those before the copy
+    sequences = torch.from_numpy(corpus.sequences(np.arange(3), 48)[:, :-1].copy())
     assert apart(calibration, evaluation, [sequences]) == 0.0
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from base.errors import UserError
 from quant_eval.rounding.trellis_code import Trellis, pack, unpack
 
 CPU = torch.device("cpu")
@@ -151,8 +150,3 @@ def test_bits_do_not_depend_on_the_sequences_encoded_together():
     assert torch.equal(together, trellis.encode(numbers_NT))
     for few in (numbers_NT[:1], numbers_NT[:6], numbers_NT[:19]):
         assert torch.equal(trellis.encode(few), together[: len(few)])
-
-
-def test_states_without_bits_in_common_are_refused():
-    with pytest.raises(UserError, match=r"needs states of 8 bits or more, not 6; give -l12"):
-        Trellis(4, 6, CPU)

@@ -10,32 +10,26 @@ import torch
 from torch import nn
 
 from base.errors import UserError
-from base.ranks import Ranks
-from ckpt_tools.formats.hf_weights import HFWeights
+from base.ranks import ALONE
 from quant_eval.measuring import room
 from quant_eval.measuring.losses import EvaluationSet
 from quant_eval.measuring.room import Room, Sizes, plan, sizes_of
 from quant_eval.measuring.walk import Variant, walk
 from quant_eval.model.activations import Activations
-from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.model.streamed import Block
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
 from tests.conftest import VOCAB_SIZE
-from tests.quant_eval.models import make_model
+from tests.quant_eval.models import make_model, open_model
 
-CPU = torch.device("cpu")
 CALIBRATION_NL = torch.randint(1, VOCAB_SIZE, (6, 32), generator=torch.Generator().manual_seed(5))
 BATCHES = 3  # of two sequences
 GB = 10**9
 
 
-def open_model(directory):
-    return StreamedModel(directory, HFWeights(directory), torch.float32, CPU)
-
-
 def walked(directory, variants, data=None):
     compute = ComputeSettings(batch_size=2)
-    return walk(open_model(directory), variants, data, compute, Ranks(0, 1, CPU))
+    return walk(open_model(directory), variants, data, compute, ALONE)
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""`python -m tests.rehearsal.eight_bits RUN_DIR`: trains, with products of 8-bit numbers written out
-in torch in place of Transformer Engine's.
-"""
+"""`-m tests.rehearsal.eight_bits RUN_DIR`: trains with 8-bit products written in torch."""
 
 import sys
 from pathlib import Path

@@ -26,9 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GPU = torch.device("cuda", 0)
-HIDDEN = torch.device(
-    "meta", 7
-)  # what C++ takes the GPU for; tensors without content are on "meta" without a number
+# what C++ takes the GPU for; tensors without content are on "meta" without a number
+HIDDEN = torch.device("meta", 7)
 PROJECT = Path(__file__).resolve().parents[2]
 FOLDERS = tuple(
     f"{PROJECT}/{folder}/" for folder in ("base", "train", "ckpt_tools", "quant_eval", "curvature")
@@ -87,9 +86,7 @@ class OnGPU(Tensor):
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        """Becomes an alias of another, as parameters do when megatron-core gathers them in one
-        buffer.
-        """
+        """Becomes an alias of another, as parameters do in megatron-core's one buffer."""
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.on_cpu = _on_cpu(other)
 
@@ -114,9 +111,7 @@ class OnGPU(Tensor):
 
 
 class Unnumbered(TorchFunctionMode):
-    """Takes a GPU's other names, and `torch.tensor` of numbers that are on it, which C++ would
-    ask CUDA for.
-    """
+    """Takes a GPU's other names, and `torch.tensor` of its numbers, which C++ asks CUDA for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls the function with what C++ can take."""
@@ -235,9 +230,7 @@ def check(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
 
 
 def _each(function: Callable[[Any], Any], value: Any) -> Any:
-    """A function of an argument or a result, or of everything in it: operations have lists of
-    tensors at most.
-    """
+    """A function of an argument or a result, or of all in it: lists of tensors at most."""
     if isinstance(value, list | tuple):
         return type(value)(_each(function, element) for element in value)
     return function(value)
@@ -248,9 +241,7 @@ def _on_cpu(leaf: Any) -> Any:
 
 
 def _wrapped(leaf: Any, wrappers: dict[int, OnGPU]) -> Any:
-    """Result of an operation on the stand-in; an operation in place gives back its own
-    argument.
-    """
+    """Result of an operation on the stand-in; one in place gives back its own argument."""
     if not isinstance(leaf, Tensor):
         return leaf
     return wrappers[id(leaf)] if id(leaf) in wrappers else OnGPU(leaf)
@@ -294,9 +285,7 @@ def without_attention_kernels() -> Any:
 
 @contextmanager
 def gpu(left: str | None = None) -> Iterator[StandIn]:
-    """One stand-in is the GPU of this machine, while it lasts; what was made on it is useless
-    afterwards.
-    """
+    """One stand-in is the GPU of this machine; what was made on it is useless afterwards."""
     answers: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -320,12 +309,10 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
         "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *memory: 0),
         "check_error": lambda status: None,
     }
-    torch._C._set_only_lift_cpu_tensors(
-        True
-    )  # torch.tensor(..., device=) makes a CPU tensor first, and then moves it
-    torch.__future__.set_swap_module_params_on_conversion(
-        True
-    )  # a moved parameter stays the same object, tied or not
+    # torch.tensor(..., device=) makes a CPU tensor first, and then moves it
+    torch._C._set_only_lift_cpu_tensors(True)
+    # a moved parameter stays the same object, tied or not
+    torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         with (
             mock.patch.multiple("torch.cuda", **answers),

@@ -98,7 +98,7 @@ def test_a_slice_on_a_gpu_reaches_the_figures_of_the_cpu(
 @pytest.mark.parametrize(
     ("left", "spec"),
     [
-        ("curvature/loading.py WeightFiles.empty", "hutchinson"),
+        ("curvature/subject.py WeightFiles.empty", "hutchinson"),
         ("curvature/products/model.py CurvedModel._share", "hutchinson"),
         ("curvature/products/model.py _Entry._dual_loss", "hutchinson"),
         ("curvature/dual/attention.py _chunks", "hutchinson"),
@@ -109,18 +109,9 @@ def test_a_slice_on_a_gpu_reaches_the_figures_of_the_cpu(
     ],
 )
 def test_a_tensor_left_on_the_cpu_is_found(tmp_path, model, text, left, spec):
-    arguments = [
-        spec,
-        model,
-        *text,
-        *SPECS[spec],
-        "--out",
-        tmp_path,
-        "--device",
-        "cuda",
-    ]
+    options = [*text, *SPECS[spec], "--out", tmp_path, "--device", "cuda"]
     with gpu(left) as stand_in, pytest.raises(MixedDevicesError):
-        command("curvature", *arguments)
+        command("curvature", spec, model, *options)
     assert left in stand_in.places
 
 
@@ -133,9 +124,8 @@ def test_a_product_left_on_the_cpu_is_found_by_lanczos():
     with gpu():
         start_p, there = torch.ones(6, device=GPU), matrix.to(GPU)
         ends: dict[str, Any] = {"largest": 1, "smallest": 0, "tolerance": 1e-3, "max_iterations": 6}
-        assert lanczos(lambda v_p: there @ v_p, start_p, inner, **ends).largest[
-            0
-        ].value == pytest.approx(6)
+        spectrum = lanczos(lambda v_p: there @ v_p, start_p, inner, **ends)
+        assert spectrum.largest[0].value == pytest.approx(6)
         with pytest.raises(MixedDevicesError):
             lanczos(lambda v_p: matrix @ v_p.cpu(), start_p, inner, **ends)
 
@@ -146,19 +136,9 @@ def test_a_tensor_left_on_the_cpu_is_found_in_a_step(tmp_path, model, text, quan
         "curvature.products.parameters.Parameters.take",
         lambda self, tensors: torch.zeros(self.size),
     )
-    arguments = [
-        "step",
-        model,
-        *text,
-        "--quantized",
-        quantized,
-        "--microbatches",
-        2,
-        "--out",
-        tmp_path,
-    ]
+    options = [*text, "--quantized", quantized, "--microbatches", 2, "--out", tmp_path]
     with gpu(), pytest.raises(MixedDevicesError):
-        command("curvature", *arguments, "--device", "cuda")
+        command("curvature", "step", model, *options, "--device", "cuda")
 
 
 def test_a_tensor_left_on_the_cpu_is_found_in_a_slice(tmp_path, model, held_out_prefix, quantized):

@@ -1,6 +1,4 @@
-"""The checks of Transformer Engine's 8-bit products, on the CPU: what they compare with is right,
-and what they have to find is found.
-"""
+"""Checks of Transformer Engine's 8-bit products, on the CPU: they find what they have to."""
 
 import math
 from pathlib import Path

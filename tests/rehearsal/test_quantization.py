@@ -43,9 +43,8 @@ def options(train_prefix, held_out_prefix):
     ],
 )
 def test_a_quantization_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, options, spec, more):
-    model = make_hf_directory(
-        tmp_path / "model", num_key_value_heads=2
-    )  # of two blocks: what one hands to the next
+    # of two blocks: what one hands to the next
+    model = make_hf_directory(tmp_path / "model", num_key_value_heads=2)
     rehearse(tmp_path, "quant_eval", "run", model, "--spec", spec, *options, *more)
 
 

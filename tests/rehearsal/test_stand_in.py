@@ -1,6 +1,4 @@
-"""The stand-in for a GPU against torch's FakeTensorMode, which refuses what CUDA refuses but
-knows no values.
-"""
+"""The stand-in against torch's FakeTensorMode, which knows CUDA's rules but no values."""
 
 import pytest
 import torch

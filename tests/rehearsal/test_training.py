@@ -1,6 +1,4 @@
-"""Training by megatron-core on the stand-in: the engine, the optimizer, checkpoints and
-resuming, but for NCCL.
-"""
+"""megatron-core on the stand-in: engine, optimizer, checkpoints, resuming, without NCCL."""
 
 from typing import Any
 

@@ -52,9 +52,7 @@ def lab_directory():
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory, slurm_installed):
-    """Four nodes of 16 CPUs and 8 fake GPUs, for all tests of a worker; SLURM_CONF names it
-    until they are done.
-    """
+    """Four nodes of 16 CPUs and 8 fake GPUs for all tests of a worker, by SLURM_CONF."""
     with (
         running(Lab(tmp_path_factory.mktemp("lab") / "cluster")) as lab,
         pytest.MonkeyPatch.context() as environment,

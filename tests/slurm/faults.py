@@ -137,11 +137,8 @@ class Storm:
         Raises:
             TimeoutError: it has not ended after so many seconds.
         """
-        waiting, deadline, since = (
-            list(faults),
-            time.monotonic() + seconds,
-            dict.fromkeys(self.runs, 0),
-        )
+        waiting, since = list(faults), dict.fromkeys(self.runs, 0)
+        deadline = time.monotonic() + seconds
         while True:
             for moment, undo in list(self.undo_at):
                 if time.monotonic() >= moment:

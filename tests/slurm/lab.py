@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.waiting import HANG_SECONDS, wait_until
 
@@ -112,19 +113,13 @@ def free_ports(count: int) -> int:
             return first
 
 
-DATABASE = (  # small, and nothing of it has to survive the machine
-    "--no-defaults",
-    "--user=root",
-    "--skip-networking",
-    "--skip-name-resolve",
-    "--innodb-buffer-pool-size=16M",
-    "--innodb-log-file-size=4M",
-    "--innodb-autoextend-increment=1",
-    "--innodb-flush-method=nosync",
-    "--skip-innodb-doublewrite",
-    "--sync-frm=0",
-    "--innodb-lock-wait-timeout=900",  # slurmdbd asks for it
-)
+# Small, and nothing of it has to survive the machine; slurmdbd asks for the wait of 900 s.
+DATABASE = """
+    --no-defaults --user=root --skip-networking --skip-name-resolve
+    --innodb-buffer-pool-size=16M --innodb-log-file-size=4M --innodb-autoextend-increment=1
+    --innodb-flush-method=nosync --skip-innodb-doublewrite --sync-frm=0
+    --innodb-lock-wait-timeout=900
+"""
 ACCOUNTS = """\
 Cluster - 'lab'
 Parent - 'root'
@@ -174,9 +169,10 @@ class Accounting:
     def start(self) -> None:
         """Start both, with the cluster, its account and the user root; munged has to run."""
         data = self.directory / "database"
-        self.command("mariadb-install-db", *DATABASE, f"--datadir={data}", "--skip-test-db")
+        options = [*DATABASE.split(), f"--datadir={data}"]
+        self.command("mariadb-install-db", *options, "--skip-test-db")
         database = Daemon(self.directory, "mariadbd")
-        database.start("mariadbd", *DATABASE, f"--datadir={data}", f"--socket={self._socket}")
+        database.start("mariadbd", *options, f"--socket={self._socket}")
         database.wait_until_ready(self._database_listens)
 
         self.start_slurmdbd()
@@ -224,36 +220,17 @@ NEEDED = (
 )
 PACKAGES = "slurm-wlm munge slurm-client slurmdbd slurm-wlm-mysql-plugin mariadb-server"
 NAMESPACES = ("--pid", "--mount", "--uts")
-SETTINGS = {
-    "ClusterName": "lab",
-    "SlurmctldHost": "localhost(127.0.0.1)",
-    "SlurmUser": "root",
-    "SlurmdUser": "root",
-    "AuthType": "auth/munge",
-    "CredType": "cred/munge",
-    "ProctrackType": "proctrack/linuxproc",
-    "TaskPlugin": "task/none",
-    "JobAcctGatherType": "jobacct_gather/none",
-    "AccountingStorageType": "accounting_storage/none",
-    "MpiDefault": "none",
-    "SwitchType": "switch/none",
-    "PropagateResourceLimits": "NONE",
-    "SelectType": "select/cons_tres",
-    "SelectTypeParameters": "CR_CPU_Memory",
-    "SchedulerType": "sched/backfill",
-    "SchedulerParameters": "batch_sched_delay=0,sched_interval=2,bf_interval=1,requeue_delay=1",
-    "PreemptType": "preempt/partition_prio",
-    "PreemptMode": "REQUEUE",
-    "EnforcePartLimits": "ALL",
-    "MaxArraySize": "6001",
-    "SlurmdTimeout": "10",
-    "SlurmctldTimeout": "10",
-    "KillWait": "5",
-    "MinJobAge": "3600",
-    "ReturnToService": "2",
-    "SlurmdParameters": "config_overrides",
-    "GresTypes": "gpu",
-}
+SETTINGS = """
+    ClusterName=lab SlurmctldHost=localhost(127.0.0.1) SlurmUser=root SlurmdUser=root
+    AuthType=auth/munge CredType=cred/munge ProctrackType=proctrack/linuxproc TaskPlugin=task/none
+    JobAcctGatherType=jobacct_gather/none AccountingStorageType=accounting_storage/none
+    MpiDefault=none SwitchType=switch/none PropagateResourceLimits=NONE
+    SelectType=select/cons_tres SelectTypeParameters=CR_CPU_Memory SchedulerType=sched/backfill
+    SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=1,requeue_delay=1
+    PreemptType=preempt/partition_prio PreemptMode=REQUEUE EnforcePartLimits=ALL MaxArraySize=6001
+    SlurmdTimeout=10 SlurmctldTimeout=10 KillWait=5 MinJobAge=3600 ReturnToService=2
+    SlurmdParameters=config_overrides GresTypes=gpu
+"""
 # All have every node. A job of `urgent` preempts those of the others, each in its own way.
 PARTITIONS = {
     "train": "Default=YES PriorityTier=10 PreemptMode=REQUEUE GraceTime=0",
@@ -286,11 +263,9 @@ def missing() -> str | None:
     namespaces = subprocess.run(
         ["unshare", *NAMESPACES, "--fork", "--mount-proc", "true"], capture_output=True
     )
-    return (
-        None
-        if namespaces.returncode == 0
-        else "this machine lets nobody make namespaces (a privileged container does)"
-    )
+    if namespaces.returncode:
+        return "this machine lets nobody make namespaces (a privileged container does)"
+    return None
 
 
 @dataclass(frozen=True)
@@ -320,36 +295,24 @@ class Lab:
         return self.directory / "etc/slurm.conf"
 
     def start(self) -> None:
-        """Returns when every node is idle. Raises TimeoutError, with the logs in
-        `directory`/log.
-        """
+        """Return when every node is idle; TimeoutError otherwise, logs in `directory`/log."""
         for name in ("etc", "log", "run", "state", "spool", "dev"):
             (self.directory / name).mkdir(parents=True)
         self._write_configuration()
         key, run = self.directory / "etc/munge.key", self.directory / "run"
         key.touch(mode=0o600)
         key.write_bytes(random.randbytes(128))
-        munged = [
-            "munged",
-            f"--key-file={key}",
-            f"--socket={run}/munge.sock",
-            f"--pid-file={run}/munged.pid",
-        ]
-        munged += [
-            f"--log-file={self.directory}/log/munged.log",
-            f"--seed-file={run}/munge.seed",
-            "--num-threads=2",
-        ]
+        munged = ["munged", f"--key-file={key}", f"--socket={run}/munge.sock"]
+        munged += [f"--pid-file={run}/munged.pid", f"--seed-file={run}/munge.seed"]
+        munged += [f"--log-file={self.directory}/log/munged.log", "--num-threads=2"]
         self.command(*munged, "--force")  # also below a directory that others may write to
         if self.accounting:
             self._accounting.start()
         self.command("slurmctld", "-f", str(self.conf))
         for node in range(1, self.nodes + 1):
             self._start_slurmd(node)
-        wait_until(
-            lambda: self.node_states() == ["idle"] * self.nodes,
-            f"all nodes of {self.directory} idle",
-        )
+        idle = ["idle"] * self.nodes
+        wait_until(lambda: self.node_states() == idle, f"all nodes of {self.directory} idle")
 
     def stop(self) -> None:
         """Ends every process of the cluster and of its jobs; nothing happens where none is left."""
@@ -358,9 +321,7 @@ class Lab:
             self._daemon(pid_file.stem).end(signal.SIGTERM if soft else signal.SIGKILL)
 
     def kill_node(self, node: int, *, orphans: bool = False) -> None:
-        """The node is lost: all its processes are gone, or with `orphans` only slurmd, while its
-        steps continue unseen.
-        """
+        """The node is lost: all its processes, or with `orphans` slurmd alone; steps go on."""
         if orphans:
             slurmd = (self.directory / f"run/slurmd-node{node}.inside").read_text().strip()
             self.inside(node, "kill", "-KILL", slurmd)
@@ -368,14 +329,10 @@ class Lab:
             self._daemon(f"node{node}").end()
 
     def start_node(self, node: int) -> None:
-        """Brings a lost node back and waits until SLURM uses it again; its orphans, if it has
-        any, are still there.
-        """
+        """Brings a lost node back, orphans and all, and waits until SLURM uses it again."""
         self._start_slurmd(node)
-        wait_until(
-            lambda: self.node_states(node) in (["idle"], ["allocated"], ["mixed"]),
-            f"node{node} back",
-        )
+        usable = (["idle"], ["allocated"], ["mixed"])
+        wait_until(lambda: self.node_states(node) in usable, f"node{node} back")
 
     def restart_controller(self) -> None:
         """Ends slurmctld and starts it again, as for a new slurm.conf; jobs continue meanwhile."""
@@ -397,12 +354,9 @@ class Lab:
 
     def node_states(self, *nodes: int) -> list[str]:
         """Return the states of these nodes, or of all, in order: idle, mixed, allocated, down*."""
-        chosen = [f"node{node}" for node in nodes or range(1, self.nodes + 1)]
-        shown = dict(
-            line.split()
-            for line in self.command("sinfo", "-h", "-N", "-p", "train", "-o", "%N %T").splitlines()
-        )
-        return [shown[name] for name in chosen]
+        lines = self.command("sinfo", "-h", "-N", "-p", "train", "-o", "%N %T").splitlines()
+        shown = dict(line.split() for line in lines)
+        return [shown[f"node{node}"] for node in nodes or range(1, self.nodes + 1)]
 
     def inside(self, node: int, *arguments: str) -> str:
         """Return the output of a command on the node, outside of any job, such as `pkill -f NAME`."""
@@ -415,17 +369,10 @@ class Lab:
         Raises RuntimeError if it fails; its stderr is in log/commands.log.
         """
         environment = os.environ | {"SLURM_CONF": str(self.conf)}
-        with (self.directory / "log/commands.log").open(
-            "a+"
-        ) as log:  # a daemon would hold a pipe open
-            ended = subprocess.run(
-                arguments,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                text=True,
-                timeout=HANG_SECONDS,
-            )
+        # a daemon would hold a pipe open
+        with (self.directory / "log/commands.log").open("a+") as log:
+            streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+            ended = subprocess.run(arguments, **streams, env=environment, timeout=HANG_SECONDS)
         if ended.returncode:
             raise RuntimeError(
                 f"{' '.join(arguments)}: exit code {ended.returncode}; read {log.name}"
@@ -458,33 +405,29 @@ class Lab:
         port = free_ports(self.nodes + 2)  # slurmctld, the nodes, slurmdbd
         settings = {
             "SlurmctldPort": str(port),
-            "AuthInfo": (
-                f"socket={run}/munge.sock,cred_expire=5"
-            ),  # by default a requeued job waits two minutes
+            # by default a requeued job waits two minutes
+            "AuthInfo": f"socket={run}/munge.sock,cred_expire=5",
             "StateSaveLocation": f"{self.directory}/state",
             "SlurmdSpoolDir": f"{self.directory}/spool/%n",
             "SlurmctldPidFile": f"{run}/slurmctld.pid",
-            "SlurmdPidFile": (
-                f"{run}/slurmd-%n.inside"
-            ),  # its number inside the node: stop() must not take it
+            # its number inside the node: stop() must not take it
+            "SlurmdPidFile": f"{run}/slurmd-%n.inside",
             "SlurmctldLogFile": f"{log}/slurmctld.log",
             "SlurmdLogFile": f"{log}/slurmd-%n.log",
             "DefMemPerCPU": str(self.memory_mib // self.cpus),
         }
         if self.accounting:
             settings |= self._accounting.write_configuration(port + self.nodes + 1)
-        lines = [
-            f"{key}={value}" for key, value in (SETTINGS | settings | dict(self.extra_conf)).items()
-        ]
+        usual = dict(setting.split("=", 1) for setting in SETTINGS.split())
+        settings = usual | settings | dict(self.extra_conf)
+        lines = [f"{key}={value}" for key, value in settings.items()]
         size = f"CPUs={self.cpus} RealMemory={self.memory_mib} Gres=gpu:h200:{self.gpus}"
-        for node in range(1, self.nodes + 1):
-            lines.append(
-                f"NodeName=node{node} NodeAddr=127.0.0.{10 + node} Port={port + node} {size}"
-            )
-        limits = f"Nodes={names} MaxTime=30-00:00:00 DefaultTime=10"
         lines += [
-            f"PartitionName={name} {limits} {priority}" for name, priority in PARTITIONS.items()
+            f"NodeName=node{node} NodeAddr=127.0.0.{10 + node} Port={port + node} {size}"
+            for node in range(1, self.nodes + 1)
         ]
+        limits = f"Nodes={names} MaxTime=30-00:00:00 DefaultTime=10"
+        lines += [f"PartitionName={name} {limits} {rules}" for name, rules in PARTITIONS.items()]
         etc, dev = self.directory / "etc", self.directory / "dev"
         self.conf.write_text("\n".join(lines) + "\n")
         for gpu in range(self.gpus):

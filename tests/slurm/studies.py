@@ -8,6 +8,7 @@ metrics, logs and a submission are written by the functions below them.
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -19,16 +20,16 @@ from study.definition import Study, save_study
 from study.machine.hardware import Hardware
 from study.machine.needs import Needs, write_run_configurations
 from study.pipeline.ledger import Ledger
-from study.pipeline.locks import locked
-from study.pipeline.runner import Runner
+from study.pipeline.runner import Runner, locked
 from study.recipes.parts import places_of_runs
 from study.recipes.resolve import resolve
 from study.results.table import TABLE
 from study.step import Machine, Step
 from study.steps import steps_of
-from study.text_kinds import TokenFiles
+from study.text_kinds import PreparedText
 from tests.interpreter import interpreter
 from tests.sealing import json_lines
+from tests.study.synthetic import text_in_place
 from train.run.directory import RunDirectory
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -41,7 +42,7 @@ def small_study(
     runs: int,
     restart_every: int | None,
     curved: bool,
-    text: TokenFiles | None = None,
+    text: PreparedText | None = None,
 ) -> Study:
     """The smoke profile of `tiny` with other lengths: checkpoints half-way and at the end.
 
@@ -62,25 +63,20 @@ def small_study(
             run["schedule"]["warmup_tokens"] = 8 * 512
     if text:
         content["text"] = text.model_dump(mode="json")
-    content["quantization"] |= {
-        "specs": ["gptq-b3-g32", "rtn-b4-g32"],
-        "along": [],
-        "methods": [],
-        "by_block": [],
-    }
+    content["quantization"] |= {"along": [], "methods": [], "by_block": []}
+    content["quantization"] |= {"specs": ["gptq-b3-g32", "rtn-b4-g32"]}
     content["quantization"] |= {"eval_tokens": 16_384, "calibration_sequences": 16}
     content["curvature"] = content["curvature"] if curved else None
     return Study.model_validate_json(json.dumps(content))
 
 
-def text_of(inputs: dict[str, Path]) -> TokenFiles:
+def text_of(inputs: dict[str, Path]) -> PreparedText:
     """The token files of the tests, as a text that is there."""
-    return TokenFiles(
-        train=str(inputs["train_prefix"]),
-        held_out=str(inputs["held_out_prefix"]),
-        calibration=str(inputs["train_prefix"]),
-        tokenizer=str(inputs["tokenizer_dir"]),
-        sha256="0" * 64,
+    return text_in_place(
+        train=inputs["train_prefix"],
+        held_out=inputs["held_out_prefix"],
+        calibration=inputs["train_prefix"],
+        tokenizer=inputs["tokenizer_dir"],
     )
 
 
@@ -131,21 +127,13 @@ def table(directory: Path) -> list[dict]:
 
 
 def watched_study() -> Study:
-    """Two runs with two checkpoints and two specs each; curvature, and nothing that is measured
-    at the end alone.
-    """
+    """Two runs of two checkpoints and specs; curvature, and nothing of the end alone."""
     tiny = resolve("tiny", "smoke")
     quantization = tiny.quantization.model_copy(update={"along": (), "methods": (), "by_block": ()})
     annealed = (run for run in tiny.trained if run.schedule.anneal)
     runs = tuple(run.model_copy(update={"averages": ()}) for run in annealed)
-    changed = {
-        "name": "small",
-        "runs": runs,
-        "averaged_steps": (),
-        "soups": (),
-        "quantization": quantization,
-    }
-    return tiny.model_copy(update=changed)
+    changed = {"name": "small", "runs": runs, "averaged_steps": (), "soups": ()}
+    return tiny.model_copy(update=changed | {"quantization": quantization})
 
 
 def watched_site(root: Path, **fields: str) -> Site:
@@ -198,17 +186,10 @@ def write_metrics(study_dir: Path, run: str, steps: range, attempt: int, **chang
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for step in steps:
-            row = {
-                "step": step,
-                "tokens": 2000 * step,
-                "attempt": attempt,
-                "time": 1.7e9 - step,
-                "loss": 5 - step / 100,
-            }
-            file.write(
-                json_lines([row | {"learning_rate": 1e-3, "tokens_per_second": 1000.0} | changes])
-            )
-            file.write(json_lines([row | {"held_out_loss": 9.0}]))
+            row: dict[str, Any] = {"step": step, "tokens": 2000 * step, "attempt": attempt}
+            row |= {"time": 1.7e9 - step, "loss": 5 - step / 100}
+            trained = {"learning_rate": 1e-3, "tokens_per_second": 1000.0}
+            file.write(json_lines([row | trained | changes, row | {"held_out_loss": 9.0}]))
 
 
 def write_ranks(

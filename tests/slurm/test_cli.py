@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from base.cli import run_command
 from slurm import cluster
 from slurm.__main__ import app
 from slurm.site import load_site
@@ -18,36 +17,23 @@ from slurm.submission.survey import survey
 from study.definition import load_study, save_study
 from study.text_kinds import USES
 from tests.interpreter import interpreter
+from tests.runs import called
 from tests.slurm.studies import in_state, make, submitted, watched_study, write_log
 from tests.waiting import wait_until
 
 PROJECT = Path(__file__).resolve().parents[2]
-HOSTILE = [
-    "../x",
-    "small/../small",
-    "a b",
-    "$(touch X)",
-    "`touch X`",
-    "x; touch X",
-    "small\n",
-    "small\ntouch X",
-    "",
-    "*",
-    "-",
-]
+HOSTILE = ["../x", "small/../small", "a b", "$(touch X)", "`touch X`", "x; touch X"]
+HOSTILE += ["small\n", "small\ntouch X", "", "*", "-"]
 KIND = 'ranks_per_node = 1\nmem = "100M"\ntime = "{time}"\n'
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(capsys):
     """`command(words...)`: exit code, standard output and error of one command line."""
 
     def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["slurm", *words])
-        with pytest.raises(SystemExit) as ended:
-            run_command(app, "slurm")
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
+        code = called(app, "slurm", *words)
+        return code, *capsys.readouterr()
 
     return run
 
@@ -150,9 +136,7 @@ def test_a_dry_run_prints_every_script_asks_nothing_and_leaves_nothing(tmp_path,
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """ROOT of a submitted study; of its trainings one failed and one runs, as a SLURM says that
-    is not there.
-    """
+    """ROOT of a submitted study: one training failed, one runs, by a SLURM that is not there."""
     submission = submitted(tmp_path / "small", watched_study())
     names = submission.element_ids
     states = dict.fromkeys(names.values(), in_state("PENDING", "Priority"))
@@ -161,14 +145,8 @@ def watched(tmp_path, monkeypatch):
         names["train", 1]: in_state("RUNNING"),
     }
     monkeypatch.setattr(cluster, "states", lambda _ids: states)
-    write_log(
-        tmp_path / "small",
-        submission,
-        "train",
-        0,
-        *(f"line {number}" for number in range(300)),
-        "error: no",
-    )
+    lines = [f"line {number}" for number in range(300)]
+    write_log(tmp_path / "small", submission, "train", 0, *lines, "error: no")
     write_log(tmp_path / "small", submission, "train", 1, "fine")
     return tmp_path
 

@@ -1,6 +1,4 @@
-"""slurm.cluster against a real SLURM, and its reading of what that SLURM's sacct printed where
-it kept accounts.
-"""
+"""slurm.cluster against a real SLURM, and its reading of a sacct that kept accounts."""
 
 import shlex
 import signal
@@ -21,9 +19,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def submit(lab, tmp_path, request):
-    """`submit(lines, **options)`: the id of a job that runs these lines of bash; cancelled when
-    the test ends.
-    """
+    """`submit(lines, **options)`: the id of a job of bash, cancelled when the test ends."""
     jobs: list[int] = []
 
     def submit_lines(lines: str, array: str = "0", extra=(), token: str = "t") -> int:
@@ -130,12 +126,8 @@ def test_inside_a_job_the_calls_mean_the_same(submit, tmp_path):
         if line.startswith("S")
     )
     assert variables["SLURM_ARRAY_JOB_ID"] == str(job)
-    assert not variables.keys() & {
-        "SLURM_GPUS_PER_TASK",
-        "SLURM_NTASKS",
-        "SLURM_NPROCS",
-        "SBATCH_PARTITION",
-    }
+    leaked = {"SLURM_GPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS", "SBATCH_PARTITION"}
+    assert not variables.keys() & leaked
     cluster.cancel([str(job)])
 
 
@@ -144,9 +136,8 @@ def read(path: Path) -> str:
 
 
 def test_states_of_many_elements_and_of_none(submit):
-    squares = [
-        index * index for index in range(70)
-    ]  # what SLURM cuts off where it prints them in one line
+    # what SLURM cuts off where it prints them in one line
+    squares = [index * index for index in range(70)]
     later = ["--begin=now+1hour"]
     many = submit("exit 0", array="0-4999", extra=later)
     some = submit("exit 0", array=",".join(map(str, squares)), extra=later)

@@ -31,12 +31,8 @@ def test_a_cluster_that_is_fit(lab, root):
     by_name = {check.name: check.detail for check in checks}
     assert by_name["root on every node"] == "node1, node2"
     assert "GB/s a rank over 2 ranks by gloo" in by_name["all-reduce between all ranks"]
-    assert {
-        "locks on node1",
-        "locks on node2",
-        "imports on node2",
-        "fp32 on node2",
-    } <= by_name.keys()
+    assert {"locks on node1", "locks on node2", "imports on node2"} <= by_name.keys()
+    assert "fp32 on node2" in by_name
     assert by_name["software on node2"].startswith("torch ")
     assert list(root.iterdir()) == [], "nothing is left"
 

@@ -47,13 +47,9 @@ def cluster(tmp_path, monkeypatch):
     """A submitted smoke study whose last exports are there; returns its directory."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    stand_ins = {
-        "python": PYTHON.format(interpreter()),
-        "srun": SRUN,
-        "sbatch": SBATCH,
-        "squeue": SQUEUE,
-    }
-    for name, text in (stand_ins | {"sacct": SACCT, "scontrol": SCONTROL}).items():
+    stand_ins = {"python": PYTHON.format(interpreter()), "srun": SRUN, "sbatch": SBATCH}
+    stand_ins |= {"squeue": SQUEUE, "sacct": SACCT, "scontrol": SCONTROL}
+    for name, text in stand_ins.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     study = resolve("tiny", "smoke")

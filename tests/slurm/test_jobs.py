@@ -13,6 +13,7 @@ from slurm.submission.submit import dry_run
 from study.recipes.resolve import resolve, whole_recipes
 from study.steps import steps_of
 from study.text.own import TextOptions
+from study.text_kinds import USES
 from tests.study.ablation import tiny
 
 USUAL = JobLimits()
@@ -95,24 +96,11 @@ def test_text_of_the_users_is_made_by_jobs_before_training(tmp_path):
     ]
     source = tmp_path / "mine.jsonl"
     source.write_text("".join(json.dumps(document) + "\n" for document in documents))
-    arguments = [
-        "submit",
-        "tiny",
-        "--profile",
-        "smoke",
-        "--site",
-        str(EXAMPLE),
-        "--dry-run",
-        "--text",
-        str(source),
-    ]
+    arguments = ["submit", "tiny", "--profile", "smoke", "--dry-run"]
+    arguments += ["--site", str(EXAMPLE), "--text", str(source)]
     shown = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
     assert "tiny-smoke-text=mine." in shown
     study = resolve("tiny", "smoke", text=TextOptions((source,)), root=tmp_path)
     arrays = {array.name: array for array in arrays_of(study, JobLimits())}
     assert arrays["text"].elements == (("tokenizer",),)
-    assert arrays["prepare"].elements == (
-        ("prepare-train",),
-        ("prepare-held_out",),
-        ("prepare-calibration",),
-    )
+    assert arrays["prepare"].elements == tuple((f"prepare-{use}",) for use in USES)

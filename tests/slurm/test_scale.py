@@ -56,15 +56,9 @@ def large_study(runs: int, checkpoints: int) -> Study:
     study = watched_study()
     specs = tuple(f"gptq-b{bits}-g{size}" for bits in (2, 3, 4, 8) for size in (8, 16, 32, 64))
     steps = tuple(range(4, 4 * checkpoints + 1, 4))
+    long = study.runs[0].model_copy(update={"save_steps": steps, "total_steps": steps[-1]})
     several = tuple(
-        study.runs[0].model_copy(
-            update={
-                "name": f"run{number}",
-                "seed": number + 1,
-                "save_steps": steps,
-                "total_steps": steps[-1],
-            }
-        )
+        long.model_copy(update={"name": f"run{number}", "seed": number + 1})
         for number in range(runs)
     )
     quantization = study.quantization.model_copy(update={"specs": specs})
@@ -85,12 +79,8 @@ def two_thirds_made(root: Path, study: Study) -> Path:
 def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Counts what a look asks of the filesystem: files opened, directories listed, stat."""
     if not hooked:  # for good
-        sys.addaudithook(
-            lambda event, _: counted.update([event]) if event in ("open", "os.scandir") else None
-        )
-        sys.addaudithook(
-            lambda event, _: counted.update([event]) if event == "os.listdir" else None
-        )
+        asked = ("open", "os.scandir", "os.listdir")
+        sys.addaudithook(lambda event, _: counted.update([event] * (event in asked)))
         hooked.append(True)
     real = os.stat
 

@@ -25,9 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 SITES = ("cpu", "h200", "apptainer")
 ARRAYS = {
     "train": JobArray(
-        "train",
-        "train",
-        (("train-lr1e-3",), ("train-lr3e-3",), ("train-lr1e-2",), ("train-lr3e-2",)),
+        "train", "train", tuple((f"train-lr{rate}",) for rate in ("1e-3", "3e-3", "1e-2", "3e-2"))
     ),
     "quantize": JobArray(
         "quantize-gptq-b3-g128.1", "quantize", tuple((f"quantize-{n}",) for n in range(28))
@@ -76,17 +74,12 @@ class ScriptStage:
     def _site(self, **changes) -> Site:
         base = load_site(GOLDEN / "cpu.toml").model_dump(exclude_unset=True)
         (self.directory / "project").mkdir(exist_ok=True)
-        paths = {
-            "root": self.study.parent,
-            "python": self.stub,
-            "project": self.directory / "project",
-        }
+        paths = {"root": self.study.parent, "python": self.stub}
+        paths |= {"project": self.directory / "project"}
         return Site.model_validate(base | paths | changes)
 
     def start(self, job: str, restarts: int = 0, **changes) -> subprocess.Popen:
-        """The script of element 3 of array 70, in a session of its own, as the last element's
-        job id 70 shows it.
-        """
+        """The script of element 3 of array 70, in its own session; its job id is the array's."""
         head = '#!/bin/bash\nfor a; do stop=$a; done\n: >"$stop.ready"\n'
         self.stub.write_text(
             f"{head}printf '%s\\n' \"$@\""
@@ -146,9 +139,7 @@ def test_signal_to_the_batch_shell_becomes_the_stop_file_of_this_start(stage, se
 
 
 def test_term_to_all_processes_leaves_the_job_to_end_itself(stage):
-    """As at the time limit. The job is started without the shell's trap, and answers with its
-    own handler.
-    """
+    """As at the time limit: the job starts without the shell's trap and handles it itself."""
     trapped = stage.directory / "trapped"
     process = stage.start(f"trap 'exit 9' TERM; :>{trapped}; while :; do sleep 0.05; done")
     wait_until(trapped.exists, "the job's trap", process)
@@ -183,9 +174,7 @@ def signals_at_the_end(stage: ScriptStage, runs: int) -> None:
 
 
 def test_exit_code_is_the_jobs_when_signals_come_as_it_ends(stage):
-    """The job's own: loops around bash's wait made 138 or 255 in 46 of 250 such runs with one
-    signal, with a second wait in 35.
-    """
+    """Loops around bash's wait made 138 or 255 of one signal in 46 of 250 such runs."""
     signals_at_the_end(stage, runs=60)
 
 
@@ -204,13 +193,10 @@ def test_job_does_not_start_without_its_modules(stage):
 
 def test_site_code_may_read_variables_that_are_not_set_and_reaches_the_job(stage):
     lines = ('echo "$NOT_SET_BY_ANYONE"', "export FROM_SITE=here")
-    out = stage.start(
-        'echo "$FROM_SITE $OMP_NUM_THREADS $PWD"', setup={"lines": lines}, environment={}
-    )
-    assert (
-        out.communicate(timeout=HANG_SECONDS)[0].splitlines()[-1]
-        == f"here 1 {stage.directory / 'project'}"
-    )
+    job = 'echo "$FROM_SITE $OMP_NUM_THREADS $PWD"'
+    process = stage.start(job, setup={"lines": lines}, environment={})
+    shown = process.communicate(timeout=HANG_SECONDS)[0].splitlines()[-1]
+    assert shown == f"here 1 {stage.directory / 'project'}"
 
 
 def test_containers_see_root_and_project():
@@ -218,25 +204,16 @@ def test_containers_see_root_and_project():
     pyxis = srun_prefix(h200, "train", ["--nodes=1"])
     assert pyxis[:3] == ["srun", "--kill-on-bad-exit=1", "--nodes=1"]
     assert "--container-name=quantdyn_JOB" in pyxis, "unpacked once on each node of a job"
-    assert (
-        "--container-mounts=/shared:/shared,/scratch:/tmp:rw" in pyxis
-    )  # which holds root and project
+    # which holds root and project
+    assert "--container-mounts=/shared:/shared,/scratch:/tmp:rw" in pyxis
     assert "--container-image=registry.example.org#llm/quantdyn:25.06" in pyxis
-    names = (
-        next(option for option in pyxis if option.startswith("--container-env="))
-        .partition("=")[2]
-        .split(",")
-    )
+    (variables,) = (option for option in pyxis if option.startswith("--container-env="))
+    names = variables.partition("=")[2].split(",")
     assert {"HF_HOME", "GREETING", "NCCL_NET", "PYTHONPATH"} <= set(names)
     assert srun_prefix(apptainer, "train") == [
         *("srun", "--kill-on-bad-exit=1", "apptainer", "exec", "--nv"),
-        *(
-            "--bind",
-            "/project/p123:/project/p123",
-            "--pwd",
-            "/project/p123/src",
-            "/project/p123/quantdyn.sif",
-        ),
+        *("--bind", "/project/p123:/project/p123", "--pwd", "/project/p123/src"),
+        "/project/p123/quantdyn.sif",
     ]
     assert "--nv" not in srun_prefix(apptainer, "export")
     # Mounted somewhere else, a directory is not at its own path.
@@ -257,21 +234,14 @@ def test_study_whose_path_cannot_stand_in_a_directive_is_refused(stage, name):
 
 
 def shown(job: str) -> dict[str, str]:
-    words = subprocess.run(
-        ["scontrol", "show", "job", job],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=HANG_SECONDS,
-    )
-    return dict(word.split("=", 1) for word in words.stdout.split() if "=" in word)
+    command = ["scontrol", "show", "job", job]
+    words = subprocess.check_output(command, text=True, timeout=HANG_SECONDS).split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 @pytest.mark.parametrize("kind", ["train", "export"])
 def test_slurm_reads_the_directives_as_they_are_meant(stage, lab, kind):
-    """Every character that an extra argument may hold, limits in all spellings, GPUs asked for
-    in both ways.
-    """
+    """Every character of an extra argument, limits in all spellings, GPUs in both ways."""
     times = {"train": "1:30", "export": "1-2:03:04"}
     content = load_site(GOLDEN / "cpu.toml").model_dump(exclude_none=True)
     content["slurm"] |= {

@@ -87,10 +87,8 @@ def waiting(code: str, tmp_path: Path, **calls) -> int:
 
 def test_the_exit_status_is_the_commands(tmp_path):
     assert waiting("raise SystemExit(7)", tmp_path) == 7
-    assert (
-        waiting("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
-        == 128 + signal.SIGKILL
-    )
+    killed = waiting("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    assert killed == 128 + signal.SIGKILL
 
 
 def test_what_can_be_asked_is_asked_once_and_ends_by_itself(tmp_path):

@@ -32,13 +32,8 @@ from train.run.directory import RunDirectory
 GOLDEN = Path(__file__).parent / "golden" / "status.txt"
 TEXT = ["corpus", "prepare-train", "prepare-held_out", "prepare-calibration"]
 FIRST = "lr3e-3-step00000048"
-MADE = [
-    *TEXT,
-    "train-lr3e-3",
-    f"export-{FIRST}",
-    "export-lr3e-3-step00000072",
-    f"quantize-{FIRST}-gptq-b3-g32",
-]
+MADE = [*TEXT, "train-lr3e-3", f"export-{FIRST}", "export-lr3e-3-step00000072"]
+MADE += [f"quantize-{FIRST}-gptq-b3-g32"]
 
 
 @pytest.fixture
@@ -63,9 +58,7 @@ def answers(monkeypatch):
 
 @pytest.fixture
 def half_way(study_dir, study, answers):
-    """One run trained, the other at it for the second time; of the measurements one made, one
-    failed, one running.
-    """
+    """One run trained, one in its second attempt; of measurements one made, one failed."""
     submission = submitted(study_dir, study)
     make(study_dir, study, MADE)
     write_metrics(study_dir, "lr3e-3", range(1, 73), attempt=1)
@@ -125,13 +118,11 @@ def test_no_log_steers_the_terminal(half_way, study_dir):
 def test_every_step_is_in_one_situation(half_way, study_dir, study):
     overview = look(study_dir)
     assert sorted(overview.situations) == sorted(step.name for step in steps_of(study))
-    assert {name for name, situation in overview.situations.items() if situation == "made"} == set(
-        MADE
-    )
+    made = {name for name, situation in overview.situations.items() if situation == "made"}
+    assert made == set(MADE)
     measured = measuring_rows(overview)
-    assert (
-        sum(int(row[2].split("/")[1]) for row in measured) == len(steps_of(study)) - 2
-    )  # trainings have rows above
+    # trainings have rows above
+    assert sum(int(row[2].split("/")[1]) for row in measured) == len(steps_of(study)) - 2
 
 
 @pytest.mark.parametrize(
@@ -231,9 +222,8 @@ def test_the_end_of_a_file_is_read_as_its_lines_are(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 200, "te')
     length = path.stat().st_size
     for size in (1, 20, 100, 1000, length - 1, length, 2 * length):
-        begins = length - min(
-            size, length
-        )  # by the obvious way: lines that begin at or after this byte
+        # by the obvious way: lines that begin at or after this byte
+        begins = length - min(size, length)
         offsets = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in range(200)]
         assert tail_rows(path, size) == [
             row for row, at in zip(rows, offsets, strict=True) if at >= begins
@@ -292,17 +282,10 @@ def test_the_error_of_a_log(tmp_path):
 @pytest.mark.stress
 def test_400_checkpoints_and_12_specs_in_5_seconds(study_dir, study, answers):
     specs = tuple(f"gptq-b{bits}-g{size}" for bits in (2, 3, 4, 8) for size in (32, 64, 128))
-    runs = tuple(
-        run.model_copy(
-            update={
-                "name": f"run{number}",
-                "save_steps": tuple(range(4, 401, 4)),
-                "total_steps": 400,
-            }
-        )
-        for number in range(4)
-        for run in study.runs[:1]
+    long = study.runs[0].model_copy(
+        update={"save_steps": tuple(range(4, 401, 4)), "total_steps": 400}
     )
+    runs = tuple(long.model_copy(update={"name": f"run{number}"}) for number in range(4))
     quantization = study.quantization.model_copy(update={"specs": specs})
     large = study.model_copy(update={"runs": runs, "quantization": quantization})
     answers |= {

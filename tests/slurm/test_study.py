@@ -25,10 +25,8 @@ def check_complete(study, study_dir, local) -> None:
     assert Ledger(study_dir, steps).complete_steps() == {step.name for step in steps}
     assert table(study_dir) == table(local), "bit for bit"
     for run in study.runs:
-        rows = [
-            json.loads(line)
-            for line in (study_dir / run.name / "metrics.jsonl").read_text().splitlines()
-        ]
+        lines = (study_dir / run.name / "metrics.jsonl").read_text().splitlines()
+        rows = map(json.loads, lines)
         assert max(row["step"] for row in rows) == run.total_steps
 
 
@@ -43,12 +41,9 @@ def test_a_study_as_jobs_gives_the_table_of_the_local_runner(
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
         submit(study, site_of(tmp_path / "runs"))
         storm = Storm(lab, study_dir, [run.name for run in study.runs], tmp_path)
-        storm.go_on(["rank_killed", "supervisor_killed", "site_edited"])
-        assert [name for name, _ in storm.struck] == [
-            "rank_killed",
-            "supervisor_killed",
-            "site_edited",
-        ]
+        faults = ["rank_killed", "supervisor_killed", "site_edited"]
+        storm.go_on(faults)
+        assert [name for name, _ in storm.struck] == faults
         assert submit(study, site_of(tmp_path / "runs")) == {}
     check_complete(study, study_dir, local)
     (run,) = study.runs
@@ -73,9 +68,7 @@ def small_disk(tmp_path):
 def test_a_storm_of_faults_unattended(
     tmp_path, lab_directory, small_disk, slurm_installed, monkeypatch, order
 ):
-    """With limits of a minute, 6 jobs in the queue at most, and a study of the same name in another
-    root.
-    """
+    """Limits of a minute, 6 jobs in the queue at most, a namesake study in another root."""
     study = small_study("storm", steps=2000, runs=2, restart_every=50, curved=True)
     faults = [
         *("rank_killed", "agent_killed", "supervisor_killed", "node_lost", "preempted"),

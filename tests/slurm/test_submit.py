@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -77,13 +78,8 @@ def jobs_of(directory) -> list[tuple[str, tuple[int, ...]]]:
 
 def in_queue(name: str) -> set[str]:
     """The elements that SLURM has of jobs of a name."""
-    listed = subprocess.run(
-        ["squeue", "--noheader", "--array", f"--name={name}", "-o", "%F_%K"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return set(listed.stdout.split())
+    command = ["squeue", "--noheader", "--array", f"--name={name}", "-o", "%F_%K"]
+    return set(subprocess.check_output(command, text=True).split())
 
 
 def test_what_can_start_is_submitted_once_and_waits_for_nothing(full, root, study):
@@ -283,18 +279,14 @@ def test_nothing_is_submitted_where_something_is_wrong(full, root, study):
         )
 
     huge = site.model_copy(update={"disk": site.disk.model_copy(update={"reserve_gb": 1e9})})
+    no_program = site.model_copy(update={"python": root / "python"})
+    no_checkout = site.model_copy(update={"project": root})
     for wrong, reason in (
-        (
-            with_train(partition="nowhere"),
-            "Invalid partition name specified; correct the site file",
-        ),
+        (with_train(partition="nowhere"), "Invalid partition name specified; correct the site"),
         (with_train(nodes=99), "Requested node configuration|nodes"),
         (huge, "free space, take a root on another"),
-        (
-            site.model_copy(update={"python": root / "python"}),
-            "is not a program; correct python in",
-        ),
-        (site.model_copy(update={"project": root}), "is not a checkout of this project; correct"),
+        (no_program, "is not a program; correct python in"),
+        (no_checkout, "is not a checkout of this project; correct"),
     ):
         with pytest.raises(UserError, match=reason):
             submit(study, wrong)
@@ -388,12 +380,8 @@ def test_layouts_follow_from_the_gpus_that_a_site_states(tmp_path):
 
     def site(nodes: int, gpus: int, memory_gb: float | None) -> Site:
         site = site_of(tmp_path)
-        train = {
-            "nodes": nodes,
-            "gpus_per_node": gpus,
-            "ranks_per_node": None,
-            "gpu_memory_gb": memory_gb,
-        }
+        train: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus, "ranks_per_node": None}
+        train |= {"gpu_memory_gb": memory_gb}
         kinds = site.resources.model_copy(
             update={"train": site.resources.train.model_copy(update=train)}
         )

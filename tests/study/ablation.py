@@ -64,11 +64,7 @@ def tiny() -> Study:
             block_tokens=16_384,
         ),
         curvature=CurvatureSettings(
-            pairs=16,
-            norm_pairs=2,
-            companion_pairs=8,
-            microbatch_sequences=2,
-            fixed_sequences=4,
+            pairs=16, norm_pairs=2, companion_pairs=8, microbatch_sequences=2, fixed_sequences=4
         ),
         step=PredictionSettings(microbatches=8),
         slice=PlaneSettings(grid=9, sequences=8),

@@ -15,10 +15,9 @@ from study.paths import MeasuredModel, curvature_result, hf_directory, quantizat
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.collect import phase_of
 from study.results.paired import Paired
-from tests.sealing import reseal
 from tests.study.ablation import tiny
 from tests.study.curved import curvature_content
-from tests.study.synthetic import TOKENS, per_document, result_of, specs_of
+from tests.study.synthetic import TOKENS, per_document, result_of, specs_of, write_result
 from train.run.config import BranchFrom, RunConfig
 from train.run.optimization import Anneal, ConstantPhase, CosinePhase, ScheduleConfig
 from train.run.schedules import learning_rate
@@ -35,20 +34,16 @@ def run_of(
     """
     template = tiny().runs[0]
     assert isinstance(template, RunConfig)
-    schedule = ScheduleConfig(
-        warmup_tokens=20 * template.tokens_per_step,
-        phase=ConstantPhase(),
-        anneal=Anneal(start_step=start),
-    )
-    saved = (*(step for step in (40, 80, 160, 320) if step <= start), total)
+    warmup = 20 * template.tokens_per_step
+    anneal = Anneal(start_step=start)
     settings = {
         "name": name,
-        "schedule": schedule,
+        "schedule": ScheduleConfig(warmup_tokens=warmup, phase=ConstantPhase(), anneal=anneal),
+        "optimizer": template.optimizer.model_copy(update={"peak_lr": peak}),
         "total_steps": total,
-        "save_steps": saved,
+        "save_steps": (*(step for step in (40, 80, 160, 320) if step <= start), total),
         "averages": (),
     }
-    settings |= {"optimizer": template.optimizer.model_copy(update={"peak_lr": peak})}
     return RunConfig.model_validate(template.model_copy(update=settings | changes).model_dump())
 
 
@@ -128,47 +123,33 @@ def rows_of(
                 "average": model.average,
                 "step": model.step,
                 "phase": phase_of(run, model.step),
-            }
-            row |= {
                 "tokens": model.step * run.tokens_per_step,
                 "learning_rate": learning_rate(run, model.step),
             }
             for spec in specs_of(study, run, model):
                 size = (cost or {}).get(spec, 1.0) * error(run, model) * loss(run, model)
                 losses = per_document(loss(run, model), size, 1.1 * size)
-                shift_D = generator.normal(size=len(TOKENS))
-                shift_D = (
-                    noise
-                    * size
-                    * tokens_D
-                    * (shift_D - (shift_D * tokens_D).sum() / tokens_D.sum())
-                )
+                normal_D = generator.normal(size=len(TOKENS))
+                centred_D = normal_D - (normal_D * tokens_D).sum() / tokens_D.sum()
+                shift_D = noise * size * tokens_D * centred_D
                 for key in ("nll_quantized", "kl"):
                     losses[key] = list(np.array(losses[key]) + shift_D)
                 result = result_of(directory / hf_directory(run.name, model), spec, losses)
-                _write(directory / quantization_result(run.name, model, spec), result)
+                write_result(directory / quantization_result(run.name, model, spec), result)
                 for figure, (low, high) in result["measured"]["intervals"].items():
                     column = f"quant/{spec}/{figure}"
-                    row |= {
-                        column: result["measured"][figure],
-                        f"{column}_low": low,
-                        f"{column}_high": high,
-                    }
+                    row |= {column: result["measured"][figure]}
+                    row |= {f"{column}_low": low, f"{column}_high": high}
             if trace and model.average is None:
                 value = trace(run, model)
                 content = curvature_content(
                     directory / hf_directory(run.name, model), value, 4.0, 16, True
                 )
-                _write(directory / curvature_result(run.name, model), content)
+                write_result(directory / curvature_result(run.name, model), content)
                 row |= {"curvature/trace": value, "curvature/lambda_max": value / 40}
                 row |= {"curvature/lambda_max_converged": True}
             rows.append(row)
     return rows
-
-
-def _write(path: Path, content: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    reseal(path, content)
 
 
 def table(directory: Path, study: Study, rows: list[Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from study.paths import (
 )
 from study.results.collect import collect_rows
 from study.results.table import Row, read_table, write_table
+from study.text_kinds import PreparedText, TokenFile
 from tests.sealing import json_lines, reseal
 from tests.study.curved import curvature_content, slice_content, step_content
 from train.run.config import RunConfig
@@ -35,6 +36,19 @@ ATTEMPT = {  # an entry of environment.json; versions that no release has
     "python": "3.99.1",
     "packages": {"torch": "2.99.2", "megatron-core": "0.99.3", "deepspeed": "0.99.4"},
 }
+
+
+def text_in_place(
+    *, held_out: Path, calibration: Path, tokenizer: Path, train: Path | None = None
+) -> PreparedText:
+    """Token files that are there, as a study reads those of another."""
+    return PreparedText(
+        train=TokenFile(name=str(train)) if train else None,
+        held_out=TokenFile(name=str(held_out)),
+        calibration=TokenFile(name=str(calibration)),
+        tokenizer=str(tokenizer),
+        sha256="0" * 64,
+    )
 
 
 def held_out_loss(run: RunConfig, step: int) -> float:
@@ -107,12 +121,8 @@ def result_of(path: Path, spec: str, losses: dict[str, list]) -> dict:
     intervals["cross_entropy"] = [figures["cross_entropy"] - 0.11, figures["cross_entropy"] + 0.12]
     counts = {"tokens": tokens, "documents": len(losses["tokens"]), "calibration": None}
     evaluation = {"sha256": "0" * 64, "sequence_length": 128, "documents": "separate"}
-    described = {
-        "name": spec,
-        "method": spec.partition("-")[0],
-        "dtype": "fp32",
-        "evaluation": evaluation,
-    }
+    described = {"name": spec, "method": spec.partition("-")[0], "evaluation": evaluation}
+    described |= {"dtype": "fp32"}
     measured = {**figures, **counts, "intervals": intervals, "per_document": losses, "layers": []}
     return {"model": {"path": str(path)}, "spec": described, "measured": measured}
 
@@ -150,7 +160,7 @@ def write_blocks(path: Path, result: dict, blocks: int = 4) -> None:
             )
         ],
     }
-    _write(path, result | {"measured": measured})
+    write_result(path, result | {"measured": measured})
 
 
 def change_losses(
@@ -169,7 +179,14 @@ def table_of(directory: Path, study: Study) -> list[Row]:
     return read_table(directory, study)
 
 
-def _write(path: Path, content: dict) -> None:
+def row_at(rows: list[Row], run: str, step: int, average: str | None = None) -> Row:
+    """The row of one model."""
+    at = (run, step, average)
+    return next(row for row in rows if (row["run"], row["step"], row["average"]) == at)
+
+
+def write_result(path: Path, content: dict) -> None:
+    """Writes a record; a result.json says which model and spec it is of."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.name == RESULT_JSON:
         identity = {"model": {"path": str(path.parents[2])}, "spec": {"name": path.parent.name}}
@@ -191,7 +208,7 @@ def _write_results(
         increase = loss * relative_error(run, step, spec) * (0.6 if model.average else 1)
         losses = per_document(loss, increase, 1.1 * increase)
         result = result_of(directory / hf_directory(run.name, model), spec, losses)
-        _write(directory / quantization_result(run.name, model, spec), result)
+        write_result(directory / quantization_result(run.name, model, spec), result)
     if model.average:
         return
     trace = (
@@ -204,7 +221,7 @@ def _write_results(
     content = curvature_content(
         hf, trace, loss + 0.01, study.curvature.pairs, is_converged=step % 120 != 0
     )
-    _write(directory / curvature_result(run.name, model), content)
+    write_result(directory / curvature_result(run.name, model), content)
     if step == run.total_steps:
         _write_end(directory, study, run, loss)
 
@@ -216,20 +233,16 @@ def _write_end(directory: Path, study: Study, run: RunConfig, loss: float) -> No
         increase = loss * relative_error(run, run.total_steps, spec)
         result = result_of(hf, spec, per_document(loss, increase, 1.1 * increase))
         write_blocks(directory / blocks_result(run, spec), result)
-        _write(directory / step_result(run, spec), step_content(increase))
+        write_result(directory / step_result(run, spec), step_content(increase))
     for spec in study.quantization.by_block[:1]:
-        _write(directory / slice_result(run, spec), slice_content(loss))
+        write_result(directory / slice_result(run, spec), slice_content(loss))
 
 
 def _write_metrics(directory: RunDirectory, run: RunConfig) -> None:
     rows = []
     for step in range(1, run.total_steps + 1):
-        row = {
-            "step": step,
-            "tokens": step * run.tokens_per_step,
-            "attempt": 1,
-            "time": 1_700_000_000.0 + step,
-        }
+        row: dict[str, float] = {"step": step, "tokens": step * run.tokens_per_step, "attempt": 1}
+        row["time"] = 1_700_000_000.0 + step
         loss = held_out_loss(run, step) - 0.05 + 0.02 * math.sin(step)
         train = {"loss": loss, "z_loss": 0.1, "grad_norm": 0.9, "tokens_per_second": 2e4}
         rows.append(row | train | {"learning_rate": learning_rate(run, step)})
@@ -280,12 +293,12 @@ def write_study(directory: Path, study: Study) -> Path:
                 files={},
             )
             if model.soup_of:
-                _write(
+                write_result(
                     directory / hf_directory(run.name, model) / LINEAGE_JSON, {"kind": "average"}
                 )
             else:
                 checkpoint = directory / checkpoint_directory(run.name, model)
-                _write(checkpoint / CHECKPOINT_JSON, record.model_dump(mode="json"))
+                write_result(checkpoint / CHECKPOINT_JSON, record.model_dump(mode="json"))
             _write_results(directory, study, run, model, loss)
         _write_metrics(run_directory, run)
         run_directory.environment_json.write_text(json.dumps({"attempts": [ATTEMPT]}))

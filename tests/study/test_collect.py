@@ -19,8 +19,7 @@ from study.figures.canvas import Canvas
 from study.machine.hardware import Hardware
 from study.paths import REPORT, MeasuredModel, curvature_result, quantization_result, step_result
 from study.pipeline.ledger import Ledger, status_lines
-from study.pipeline.locks import locked
-from study.pipeline.runner import Runner, StepError
+from study.pipeline.runner import Runner, StepError, locked
 from study.recipes.resolve import resolve
 from study.report.report import write_report
 from study.results.collect import collect_rows, diverged_runs, left_out_lines, phase_of
@@ -31,9 +30,9 @@ from study.steps import steps_of
 from study.tracking import described
 from study.tracking.importer import mirror
 from study.tracking.store import store_uri
-from tests.sealing import reseal, write_ending
+from tests.sealing import edited, measured_in, write_ending
 from tests.study.ablation import tiny
-from tests.study.synthetic import table_of
+from tests.study.synthetic import row_at, table_of
 from train.run.directory import RunDirectory
 
 METHODS = [[spec] for spec in tiny().quantization.methods]
@@ -48,24 +47,21 @@ def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
     rows = read_table(study_dir, study)
     trained = [(row["run"], row["step"]) for row in rows if row["average"] is None]
     assert trained == [(run.name, step) for run in study.runs for step in run.save_steps]
-    row = next(row for row in rows if row["run"] == "lr1e-2" and row["step"] == 512)
+    row = row_at(rows, "lr1e-2", 512)
     checkpoint = json.loads(
         (study_dir / "lr1e-2/checkpoints/step00000512/checkpoint.json").read_text()
     )
     assert (row["tokens"], row["held_out_loss"]) == (512 * 2048, checkpoint["held_out_loss"])
     folder = study_dir / "lr1e-2/hf/step00000512"
-    quant = json.loads((folder / "quant/gptq-b4-g32/result.json").read_text())["measured"]
+    quant = measured_in(folder / "quant/gptq-b4-g32")
     assert row["quant/gptq-b4-g32/relative_error"] == quant["relative_error"]
     assert row["quant/gptq-b4-g32/kl_divergence_high"] == quant["intervals"]["kl_divergence"][1]
-    curvature = json.loads((folder / "curvature/hutchinson/result.json").read_text())["measured"]
-    assert row["curvature/trace_standard_error"] == curvature["trace"]["standard_error"]
-    assert [row["curvature/trace_low"], row["curvature/trace_high"]] == curvature["trace"][
-        "interval"
-    ]
+    curvature = measured_in(folder / "curvature/hutchinson")
+    trace, fisher = curvature["trace"], curvature["fisher_trace"]
+    assert row["curvature/trace_standard_error"] == trace["standard_error"]
+    assert [row["curvature/trace_low"], row["curvature/trace_high"]] == trace["interval"]
     assert row["curvature/gauss_newton_trace"] == curvature["gauss_newton_trace"]["mean"]
-    assert (
-        row["curvature/fisher_trace_standard_error"] == curvature["fisher_trace"]["standard_error"]
-    )
+    assert row["curvature/fisher_trace_standard_error"] == fisher["standard_error"]
     assert row["curvature/lambda_max"] == curvature["lambda_max"]["value"]
     assert row["curvature/lambda_max_converged"] is True
 
@@ -98,8 +94,7 @@ def test_an_average_is_a_row_of_its_own_beside_the_weights_of_its_step(study_dir
     ]
     row, before = averages[1], rows[rows.index(averages[1]) - 1]
     assert (before["step"], before["average"]) == (448, None)
-    folder = study_dir / "lr1e-3/hf/lawa5x16-step00000448"
-    quant = json.loads((folder / "quant/gptq-b3-g32/result.json").read_text())["measured"]
+    quant = measured_in(study_dir / "lr1e-3/hf/lawa5x16-step00000448/quant/gptq-b3-g32")
     assert row["quant/gptq-b3-g32/cross_entropy_quantized"] == quant["cross_entropy_quantized"]
     assert row["quant/gptq-b3-g32/kl_divergence_low"] == quant["intervals"]["kl_divergence"][0]
     checkpoint = json.loads(
@@ -119,35 +114,27 @@ def test_a_soup_is_a_row_of_its_last_step_with_what_was_measured_of_it(study_dir
         for soup in (("soup-stable", 448, "stable"), ("soup-anneal", 640, "anneal"))
     ]
     row = soups[0]
-    weights = next(
-        row for row in rows if (row["run"], row["step"], row["average"]) == ("lr1e-3", 448, None)
-    )
-    assert [row[key] for key in ("tokens", "learning_rate")] == [
-        weights[key] for key in ("tokens", "learning_rate")
-    ]
-    quant = json.loads(
-        (study_dir / "lr1e-3/hf/soup-stable-step00000448/quant/gptq-b3-g32/result.json").read_text()
-    )
-    assert row["quant/gptq-b3-g32/kl_divergence"] == quant["measured"]["kl_divergence"]
+    weights = row_at(rows, "lr1e-3", 448)
+    for key in ("tokens", "learning_rate"):
+        assert row[key] == weights[key]
+    quant = measured_in(study_dir / "lr1e-3/hf/soup-stable-step00000448/quant/gptq-b3-g32")
+    assert row["quant/gptq-b3-g32/kl_divergence"] == quant["kl_divergence"]
     assert (row["train_loss"], row["held_out_loss"]) == (None, None)
     assert row["curvature/trace"] is None
+
+
+def models_with(rows, column: str) -> list[tuple]:
+    """The models of which a column is measured."""
+    return [(row["run"], row["step"], row["average"]) for row in rows if row[column] is not None]
 
 
 def test_further_methods_have_columns_of_their_own_and_values_at_the_end_alone(study_dir, study):
     rows = table_of(study_dir, study)
     for spec in study.quantization.methods:
-        measured = [
-            (row["run"], row["step"], row["average"])
-            for row in rows
-            if row[f"quant/{spec}/relative_error"]
-        ]
+        measured = models_with(rows, f"quant/{spec}/relative_error")
         assert measured == [(run.name, 640, None) for run in study.runs]
-    last = next(
-        row for row in rows if (row["run"], row["step"], row["average"]) == ("lr1e-2", 640, None)
-    )
-    result = json.loads(
-        (study_dir / "lr1e-2/hf/step00000640/quant/awq-b3-g32/result.json").read_text()
-    )["measured"]
+    last = row_at(rows, "lr1e-2", 640)
+    result = measured_in(study_dir / "lr1e-2/hf/step00000640/quant/awq-b3-g32")
     assert last["quant/awq-b3-g32/kl_divergence"] == result["kl_divergence"]
     assert last["quant/awq-b3-g32/top1_agreement_low"] == result["intervals"]["top1_agreement"][0]
     assert last["quant/int8-t6/documents"] == 28
@@ -164,21 +151,14 @@ def test_further_methods_have_columns_of_their_own_and_values_at_the_end_alone(s
 def test_steps_are_measured_of_the_last_checkpoints_and_a_ratio_to_nothing_is_null(
     study_dir, study
 ):
-    path = study_dir / step_result(study.runs[1], "gptq-b8-g32")
-    content = json.loads(path.read_text())
-    whole = content["measured"]["whole"]
-    whole["relative_difference"] = None
-    reseal(path, content)
+    with edited(study_dir / step_result(study.runs[1], "gptq-b8-g32")) as content:
+        whole = content["measured"]["whole"]
+        whole["relative_difference"] = None
     rows = table_of(study_dir, study)
     for spec in study.quantization.by_block:
-        column = f"curvature/step-{spec}/predicted"
-        measured = [
-            (row["run"], row["step"], row["average"]) for row in rows if row[column] is not None
-        ]
+        measured = models_with(rows, f"curvature/step-{spec}/predicted")
         assert measured == [(run.name, 640, None) for run in study.runs]
-    row = next(
-        row for row in rows if (row["run"], row["step"], row["average"]) == ("lr3e-3", 640, None)
-    )
+    row = row_at(rows, "lr3e-3", 640)
     column = "curvature/step-gptq-b8-g32"
     assert row[f"{column}/measured"] == whole["measured"]["mean"]
     assert row[f"{column}/second_order_standard_error"] == whole["second_order"]["standard_error"]
@@ -241,9 +221,8 @@ def test_an_eigenvalue_that_is_not_measured_is_null(study_dir, study):
         update={"curvature": study.curvature.model_copy(update={"lambda_max": False})}
     )
     for path in study_dir.glob("*/hf/*/curvature/hutchinson/result.json"):
-        content = json.loads(path.read_text())
-        del content["measured"]["lambda_max"]
-        reseal(path, content)
+        with edited(path) as content:
+            del content["measured"]["lambda_max"]
     rows = table_of(study_dir, alone)
     measured = [row for row in rows if row["curvature/trace"] is not None]
     assert len(measured) == len([row for row in rows if row["average"] is None])

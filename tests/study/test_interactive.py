@@ -162,19 +162,20 @@ def test_the_policy_stops_scripts_and_requests(browser):
     assert sum("Content Security Policy" in text for text in messages) >= 3
 
 
-@pytest.mark.parametrize("figure", ["relative_error", "kl_divergence"])
-def test_the_data_beside_a_figure_are_the_tables(report, study, figure):
-    name = {"relative_error": "quantization_error"}.get(figure, figure)
-    head = {
-        "relative_error": "relative error of the loss",
-        "kl_divergence": "KL(full || quantized), nats per token",
-    }
+@pytest.mark.parametrize(
+    ("name", "figure", "head"),
+    [
+        ("quantization_error", "relative_error", "relative error of the loss"),
+        ("kl_divergence", "kl_divergence", "KL(full || quantized), nats per token"),
+    ],
+)
+def test_the_data_beside_a_figure_are_the_tables(report, study, name, figure, head):
     rows = [
         row for row in written(report.parent / f"figures/{name}.csv") if row["series"] == "weights"
     ]
     points = {
         (row["panel"], float(row["learning rate"]), int(row["step"])): [
-            float(row[head[figure] + end]) for end in ("", ", low", ", high")
+            float(row[head + end]) for end in ("", ", low", ", high")
         ]
         for row in rows
     }

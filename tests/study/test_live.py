@@ -12,9 +12,8 @@ from study.__main__ import app
 from study.definition import save_study
 from study.figures import figure as drawing
 from study.machine.hardware import Hardware
-from study.pipeline import live
-from study.pipeline.locks import locked
-from study.pipeline.runner import Runner
+from study.pipeline import runner as running
+from study.pipeline.runner import Runner, locked
 from study.step import Step
 from study.tracking.importer import mirror
 from tests.study.tracking.stores import Database
@@ -59,7 +58,7 @@ def run(directory: Path, steps: list[Step], refresh: str) -> None:
 
 
 def test_a_refresh_that_fails_is_said_once_and_the_study_ends_well(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(live, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(running, "EVERY_SECONDS", 0.0)
     run(tmp_path, [Step("waits", "test", command(WAITING.format(times=3)), ("waited",))], FAILING)
     lines = [line for line in capsys.readouterr().err.splitlines() if "MLflow" in line]
     assert lines == [
@@ -69,7 +68,7 @@ def test_a_refresh_that_fails_is_said_once_and_the_study_ends_well(tmp_path, mon
 
 
 def test_a_refresh_at_work_ends_before_the_table_is_collected(tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(running, "EVERY_SECONDS", 0.0)
     steps = [
         Step("waits", "test", command(WAITING.format(times=1)), ("waited",)),
         Step("collect", "collect", command(COLLECTING), ("table",), after=("waits",)),

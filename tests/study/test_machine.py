@@ -24,6 +24,7 @@ from study.recipes.resolve import whole_recipes
 from study.step import Step, resolve
 from study.steps import steps_of
 from tests.interpreter import interpreter
+from tests.runs import PROJECT
 from tests.study.ablation import tiny
 from train.planning.flops import GPUS
 from train.planning.memory import rank_memory
@@ -121,13 +122,9 @@ def test_ranks_of_a_job_share_what_can_be_shared():
     study = recipe("olmo2-190m-lr", "full")
     steps = steps_by_kind(study)
     four = Needs(study, Hardware(4, ("0", "1", "2", "3"), "GPU", UNKNOWN_BYTES), NOWHERE)
-    ranks = {kind: four.ranks(step, 4) for kind, step in steps.items()}
-    assert {
-        kind: ranks[kind] for kind in ("train", "quantize", "blocks", "curvature")
-    } == dict.fromkeys(("train", "quantize", "blocks", "curvature"), 4)
-    assert {kind: ranks[kind] for kind in ("step", "slice", "methods")} == dict.fromkeys(
-        ("step", "slice", "methods"), 1
-    )
+    shared = dict.fromkeys(("train", "quantize", "blocks", "curvature"), 4)
+    expected = shared | dict.fromkeys(("step", "slice", "methods"), 1)
+    assert {kind: four.ranks(steps[kind], 4) for kind in expected} == expected
 
 
 def test_a_model_that_one_gpu_does_not_hold_is_shared():
@@ -162,7 +159,6 @@ def test_layouts_of_the_hardware_at_hand_are_written_and_nothing_else_changes(tm
     assert load_study(tmp_path) == study
 
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 GIB = 2**30
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -216,11 +212,8 @@ def test_a_study_has_all_idle_gpus_or_as_many_as_asked_for(machine, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-10000000")
     assert chosen().gpus == ("3", "1")
     machine(0, 70, 0, 0)
-    assert chosen(count=3).gpus == (
-        "0",
-        "2",
-        "3",
-    ), "a busy one is passed over where others are left"
+    # a busy one is passed over where others are left
+    assert chosen(count=3).gpus == ("0", "2", "3")
 
 
 def test_what_a_study_is_sized_for_decides_where_it_runs_unless_it_is_told(machine):
@@ -298,14 +291,9 @@ def test_what_a_study_ran_on_is_read_back(tmp_path):
 @pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="this machine has a GPU")
 def test_where_there_is_no_gpu_cuda_is_one_line_and_code_2(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # set, it hides them, and says so
-    command = [interpreter(), "-m", "study", "run", "tiny", "--profile", "smoke"]
-    done = subprocess.run(
-        [*command, "--device", "cuda", "--root", str(tmp_path)],
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("run", "tiny", "--profile", "smoke", "--device", "cuda", "--root", str(tmp_path))
+    command = [interpreter(), "-m", "study", *words]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: this machine has no ")
@@ -365,15 +353,11 @@ def test_what_lies_there_already_counts_once_and_only_for_its_kind(study, tmp_pa
     for file_name, size in (
         ("checkpoints/step00000064/shard", 1_000_000),
         ("restarts/step00000070/shard", 10 * needed["checkpoints"]),  # they go at the end
-        (
-            "hf/step00000064/model.safetensors",
-            10 * needed["exports"],
-        ),  # more than is needed helps no other kind
+        # more than is needed helps no other kind
+        ("hf/step00000064/model.safetensors", 10 * needed["exports"]),
         ("hf/step00000064/blocks/gptq-b3-g32/dense/block00000.safetensors", 70_000),
-        (
-            "quarantine/step00000032/shard",
-            10 * needed["checkpoints"],
-        ),  # a damaged one is written again
+        # a damaged one is written again
+        ("quarantine/step00000032/shard", 10 * needed["checkpoints"]),
     ):
         (run / file_name).parent.mkdir(parents=True)
         with (run / file_name).open("wb") as file:

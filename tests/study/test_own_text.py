@@ -24,8 +24,8 @@ from study.step import resolve as resolved
 from study.text.own import TextOptions, source_of
 from study.text.steps import check_held_out, check_text, prefix, record, text_steps
 from study.text.survey import needs_of
-from study.text_kinds import OwnText, PackageSources, PreparedText, TokenFile, TokenFiles
-from tests.study.test_command import study_command
+from study.text_kinds import OwnText, PackageSources, PreparedText, TokenFile
+from tests.study.synthetic import text_in_place
 from train.__main__ import app as train_app
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
@@ -176,8 +176,8 @@ def test_the_token_files_of_a_study_are_read_in_place(tmp_path, files, tokenizer
     study = resolve("pythia-160m-lr", "smoke", text=TextOptions((directory,)), root=tmp_path)
     assert text_steps(study) == []
     check_text(study, tmp_path / study.name)
-    assert isinstance(study.text, TokenFiles)
-    assert study.text.calibration == str(directory / "data/calibration")
+    assert isinstance(study.text, PreparedText)
+    assert study.text.calibration.name == str(directory / "data/calibration")
     for run in study.trained:
         assert run.data.train == str(directory / "data/train")
         open_data(run, RunDirectory(tmp_path / study.name / run.name), verify_hashes=True)
@@ -243,16 +243,6 @@ def refused(*arguments: str | Path) -> str:
         CliRunner().invoke(study_app, list(map(str, arguments)), catch_exceptions=False)
     assert "\n" not in str(refusal.value)
     return str(refusal.value)
-
-
-def test_a_refusal_is_one_line_and_code_2(tmp_path):
-    done = study_command(
-        "run", "tiny", "--root", str(tmp_path / "runs"), "--text", "absent.jsonl", "more.jsonl"
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.fixture(scope="module")
@@ -357,11 +347,8 @@ def test_text_that_steps_make_needs_nothing_before(tmp_path, recipe):
 
 
 def test_given_token_files_have_no_steps_and_must_be_there(tmp_path):
-    files = TokenFiles(
-        held_out=str(tmp_path / "held_out"),
-        calibration=str(tmp_path / "train"),
-        tokenizer=str(tmp_path),
-        sha256="0" * 64,
+    files = text_in_place(
+        held_out=tmp_path / "held_out", calibration=tmp_path / "train", tokenizer=tmp_path
     )
     study = resolve("tiny", "smoke").model_copy(update={"text": files, "runs": ()})
     assert text_steps(study) == []
@@ -376,12 +363,7 @@ def test_given_token_files_have_no_steps_and_must_be_there(tmp_path):
 
 def test_few_held_out_documents_are_refused_before_anything_is_trained(tmp_path, held_out_prefix):
     """30 documents of 240 tokens: 4,000 tokens are 17 of them, 6,000 are 26."""
-    files = TokenFiles(
-        held_out=str(held_out_prefix),
-        calibration=str(held_out_prefix),
-        tokenizer=str(tmp_path),
-        sha256="0" * 64,
-    )
+    files = text_in_place(held_out=held_out_prefix, calibration=held_out_prefix, tokenizer=tmp_path)
     study = resolve("tiny", "smoke")
     for tokens, block_tokens, refused in (
         (6000, 6000, False),

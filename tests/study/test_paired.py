@@ -1,7 +1,7 @@
 """Statements on differences: by document, against another library's paired test, and in words."""
 
-import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ from study.paths import quantization_result, released_model
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.paired import Paired
 from study.results.table import Row, trained
-from tests.sealing import reseal
-from tests.study.synthetic import change_losses, per_document, result_of, table_of
+from tests.sealing import edited, measured_in, reseal
+from tests.study.synthetic import change_losses, per_document, result_of, table_of, write_result
 
 SPEC, LAST = "gptq-b3-g32", 640
 
@@ -26,23 +26,27 @@ def last_rows(directory, study) -> dict[str, Row]:
     return {row["run"]: row for row in rows if row["step"] == LAST}
 
 
-def kl_of(directory, run: str) -> list[float]:
-    path = directory / run / f"hf/step{LAST:08d}/quant" / SPEC / "result.json"
-    return json.loads(path.read_text())["measured"]["per_document"]["kl"]
+def last_result(directory, run: str) -> Path:
+    return directory / run / f"hf/step{LAST:08d}/quant" / SPEC / "result.json"
+
+
+def sums_of(directory, run: str) -> dict[str, list[float]]:
+    """The sums of every document of the last weights of a run."""
+    return measured_in(last_result(directory, run))["per_document"]
 
 
 def test_results_of_other_documents_or_another_time_are_refused(study_dir, study):
     rows = last_rows(study_dir, study)
     pair = [[(rows["lr1e-3"], -1.0), (rows["lr3e-3"], 1.0)]]
-    path = study_dir / "lr3e-3/hf/step00000640/quant" / SPEC / "result.json"
+    path = last_result(study_dir, "lr3e-3")
     whole = path.read_text()
-    content = json.loads(whole)
-    content["measured"]["per_document"]["document"][0] = 99
-    reseal(path, content)
+    with edited(path) as content:
+        content["measured"]["per_document"]["document"][0] = 99
     with pytest.raises(UserError, match="differ in the documents"):
         Paired(study_dir).estimate(pair, SPEC, DIVERGENCE)
     path.write_text(whole)
-    change_losses(study_dir, "lr3e-3", SPEC, kl=[2 * value for value in kl_of(study_dir, "lr3e-3")])
+    doubled = [2 * value for value in sums_of(study_dir, "lr3e-3")["kl"]]
+    change_losses(study_dir, "lr3e-3", SPEC, kl=doubled)
     with pytest.raises(
         UserError, match="another kl_divergence than the table; run 'python -m study collect'"
     ):
@@ -84,8 +88,7 @@ def test_a_contrast_of_ratios_has_the_error_that_leaving_documents_out_shows(stu
     generator = np.random.default_rng(0)
     sums = {}
     for index, run in enumerate(study.runs):
-        path = study_dir / run.name / f"hf/step{LAST:08d}/quant" / SPEC / "result.json"
-        nll = np.array(json.loads(path.read_text())["measured"]["per_document"]["nll"])
+        nll = np.array(sums_of(study_dir, run.name)["nll"])
         quantized = nll * (1.02 + 0.01 * index + 0.01 * generator.normal(size=28))
         change_losses(study_dir, run.name, SPEC, nll_quantized=list(quantized))
         sums[run.name] = (nll, quantized)
@@ -106,17 +109,12 @@ def test_a_contrast_of_ratios_has_the_error_that_leaving_documents_out_shows(stu
 
 def write_draws(directory, run: str, values_DK, tokens) -> None:
     """Gives a result the divergence of every document by every calibration draw."""
-    path = directory / run / f"hf/step{LAST:08d}/quant" / SPEC / "result.json"
     change_losses(directory, run, SPEC, kl=list(values_DK.mean(1) * tokens), tokens=list(tokens))
-    content = json.loads(path.read_text())
-    measured = content["measured"]
-    others = {
-        name: [measured["per_document"][name]] * values_DK.shape[1]
-        for name in ("nll_quantized", "agreements")
-    }
-    drawn = {"kl": (values_DK.T * tokens).tolist()} | others
-    measured["calibration"] = {"seeds": values_DK.shape[1], "per_document": drawn}
-    reseal(path, content)
+    with edited(last_result(directory, run)) as content:
+        sums, draws = content["measured"]["per_document"], values_DK.shape[1]
+        drawn = {name: [sums[name]] * draws for name in ("nll_quantized", "agreements")}
+        drawn["kl"] = (values_DK.T * tokens).tolist()
+        content["measured"]["calibration"] = {"seeds": draws, "per_document": drawn}
 
 
 def test_an_estimate_is_over_the_runs_with_documents_and_draws(study_dir, study):
@@ -149,10 +147,8 @@ def test_an_estimate_is_over_the_runs_with_documents_and_draws(study_dir, study)
 
 def test_an_estimate_over_few_documents_is_refused(study_dir, study):
     for run in study.runs[:2]:
-        path = study_dir / run.name / f"hf/step{LAST:08d}/quant" / SPEC / "result.json"
-        content = json.loads(path.read_text())
-        sums = content["measured"]["per_document"]
-        few = {name: values[:19] for name, values in sums.items()}
+        path = last_result(study_dir, run.name)
+        few = {name: sums[:19] for name, sums in sums_of(study_dir, run.name).items()}
         reseal(path, result_of(path.parents[2], SPEC, few))
     rows = last_rows(study_dir, study)
     pair = [[(rows[study.runs[0].name], 1.0), (rows[study.runs[1].name], -1.0)]]
@@ -163,21 +159,18 @@ def test_an_estimate_over_few_documents_is_refused(study_dir, study):
 
 
 def test_a_contrast_needs_one_text(study_dir, study):
-    path = study_dir / "lr3e-3/hf/step00000640/quant" / SPEC / "result.json"
-    rows = weighted(study_dir, study)
+    path, rows = last_result(study_dir, "lr3e-3"), weighted(study_dir, study)
     for key, value, words in (
         ("sha256", "1" * 64, "the text"),
         ("sequence_length", 64, "sequence_length"),
         ("bos_token_ids", [1], "bos_token_ids"),
     ):
-        content = json.loads(path.read_text())
-        kept = content["spec"]["evaluation"].get(key)
-        content["spec"]["evaluation"][key] = value
-        reseal(path, content)
+        whole = path.read_text()
+        with edited(path) as content:
+            content["spec"]["evaluation"][key] = value
         with pytest.raises(UserError, match=f"differ in {words}"):
             Paired(study_dir).estimate([rows], SPEC, DIVERGENCE)
-        content["spec"]["evaluation"][key] = kept
-        reseal(path, content)
+        path.write_text(whole)
 
 
 def test_released_checkpoints_lie_under_the_names_of_their_revisions(tmp_path, study):
@@ -193,17 +186,8 @@ def test_released_checkpoints_lie_under_the_names_of_their_revisions(tmp_path, s
         result = result_of(tmp_path, SPEC, per_document(4.0, 4 * error, 4 * error))
         path = tmp_path / quantization_result("stage1", model, SPEC)
         assert f"hf/{revision.name}/quant" in str(path)
-        path.parent.mkdir(parents=True)
-        reseal(path, result)
-        rows.append(
-            Row.of(
-                {
-                    "run": "stage1",
-                    "step": revision.step,
-                    "average": None,
-                    f"quant/{SPEC}/kl_divergence": 4 * error,
-                }
-            )
-        )
+        write_result(path, result)
+        row = {"run": "stage1", "step": revision.step, "average": None}
+        rows.append(Row.of(row | {f"quant/{SPEC}/kl_divergence": 4 * error}))
     change = [[(rows[1], 1.0), (rows[0], -1.0)]]
     assert Paired(tmp_path).estimate(change, SPEC, DIVERGENCE).value == pytest.approx(0.04)

@@ -17,14 +17,12 @@ from base.errors import UserError
 from study.machine.hardware import Hardware
 from study.pipeline import warm
 from study.pipeline.ledger import Ledger
-from study.pipeline.locks import locked
 from study.pipeline.processes import Processes
-from study.pipeline.runner import HANGS, Runner, StepError, child_environment
+from study.pipeline.runner import HANGS, Runner, StepError, child_environment, locked
 from study.step import Machine, Step
 from tests.interpreter import interpreter, real_interpreter
+from tests.runs import PROJECT
 from tests.waiting import HANG_SECONDS, interruptible, wait_until
-
-PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
 def run_steps(directory: Path, steps: list[Step], workers: int) -> None:
@@ -86,28 +84,16 @@ def test_steps_run_after_what_they_read_and_only_once(tmp_path):
 
 def test_a_changed_setting_reruns_its_step_and_what_reads_a_changed_output(tmp_path):
     def steps(text: str) -> list[Step]:
-        code = noting("first", f"(study / 'first.txt').write_text('{text}')")
-        return [
-            python_step("first", code, ("first.txt", "first.json")),
-            *chain()[1:],
-        ]
+        code = noting("first", f"(study / 'first.txt').write_text({text})")
+        return [python_step("first", code, ("first.txt", "first.json")), *chain()[1:]]
 
-    run_steps(tmp_path, steps("a"), workers=1)
+    run_steps(tmp_path, steps("'a'"), workers=1)
     # the same outputs from another command: what reads them has nothing new to read
-    same = [
-        python_step(
-            "first",
-            noting("first", "(study / 'first.txt').write_text('a'); 1"),
-            ("first.txt", "first.json"),
-        )
-    ]
-    run_steps(tmp_path, same + chain()[1:], workers=1)
+    run_steps(tmp_path, steps("'' + 'a'"), workers=1)
     assert order(tmp_path)[4:] == ["first"]
-    run_steps(tmp_path, steps("b"), workers=1)
-    assert order(tmp_path)[5:] == [
-        "first",
-        "second",
-    ]  # second's output is the same as before: third reads nothing new
+    run_steps(tmp_path, steps("'b'"), workers=1)
+    # second's output is the same as before: third reads nothing new
+    assert order(tmp_path)[5:] == ["first", "second"]
 
 
 def test_a_missing_output_is_made_again(tmp_path):
@@ -123,9 +109,7 @@ def test_an_unfinished_or_outdated_output_cannot_pass_for_a_new_one(tmp_path):
     with pytest.raises(StepError, match="beside"):
         run_steps(tmp_path, broken, workers=1)
     assert not (tmp_path / "beside.json").exists()
-    (tmp_path / "beside.json").write_text(
-        "{}"
-    )  # as left by a step that died before it was recorded
+    (tmp_path / "beside.json").write_text("{}")  # by a step that died before it was recorded
     run_steps(tmp_path, chain(), workers=1)
     assert order(tmp_path)[4:] == ["beside"]
 
@@ -357,7 +341,6 @@ def test_a_step_that_is_not_complete_says_why(tmp_path):
     }
 
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 SLEEPING = "import subprocess; subprocess.run(['sleep', '600.25'])"  # with a child of its own
 
 
@@ -380,7 +363,7 @@ def processes(tmp_path, monkeypatch):
     """Processes of this test; `timeit` is a command that runs a line of Python."""
     monkeypatch.setattr(sys, "executable", interpreter())
     monkeypatch.setattr(warm, "COMMANDS", {"ckpt_tools", "timeit"})
-    with (tmp_path / "lock").open("a") as lock, Processes(CHECKOUT, lock.fileno()) as processes:
+    with (tmp_path / "lock").open("a") as lock, Processes(PROJECT, lock.fileno()) as processes:
         processes.warm_up(environment())
         wait_until(processes.is_warm, "the imports")
         yield processes
@@ -429,7 +412,7 @@ def test_the_process_that_forks_has_no_thread_but_an_allocators():
     done = subprocess.run(
         [real_interpreter(), "-c", program],
         env=environment(),
-        cwd=CHECKOUT,
+        cwd=PROJECT,
         capture_output=True,
         text=True,
         check=True,

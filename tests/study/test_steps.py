@@ -1,6 +1,5 @@
 """The steps of a study: a graph of commands, each with what it reads and the files it leaves."""
 
-import json
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -16,8 +15,9 @@ from study.results.collect import collect_rows
 from study.results.table import read_table, schema_of, write_table
 from study.step import Machine, Step, batches, resolve, shared
 from study.steps import steps_of
-from tests.sealing import reseal
+from tests.sealing import edited, reseal
 from tests.study.ablation import tiny as four_peaks
+from tests.study.synthetic import row_at
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,8 @@ def test_the_steps_form_a_graph_over_distinct_outputs(recipe, profile):
         seen.add(step.name)
         files |= set(step.outputs)
         outputs += step.outputs
-        assert not any(argument.startswith("/") for argument in step.command), (
-            "a study can be moved"
-        )
+        # a study can be moved
+        assert not any(argument.startswith("/") for argument in step.command)
     assert len(set(outputs)) == len(outputs)
 
 
@@ -86,42 +85,28 @@ def test_an_export_waits_for_its_own_checkpoint_alone(by_name):
     export = by_name["export-lr3e-3-step00000192"]
     assert export.after == ("train-lr3e-3",)
     assert export.reads == ("lr3e-3/checkpoints/step00000192/checkpoint.json",)
-    assert export.command[3:] == (
-        "export",
-        "{study}/lr3e-3/checkpoints/step00000192",
-        "--into",
-        "{study}/lr3e-3/hf",
-    )
+    words = "export {study}/lr3e-3/checkpoints/step00000192 --into {study}/lr3e-3/hf"
+    assert export.command[3:] == tuple(words.split())
     quantize = by_name["quantize-lr3e-3-step00000192-gptq-b3-g32"]
-    assert quantize.reads == (
-        "lr3e-3/hf/step00000192/lineage.json",
-        "data/calibration.json",
-        "data/held_out.json",
-    )
+    texts = ("data/calibration.json", "data/held_out.json")
+    assert quantize.reads == ("lr3e-3/hf/step00000192/lineage.json", *texts)
     assert quantize.outputs == ("lr3e-3/hf/step00000192/quant/gptq-b3-g32/result.json",)
 
 
 def test_a_soup_is_made_of_exports_and_quantized_as_they_are(by_name):
     average = by_name["average-lr3e-3-soup-stable-step00000448"]
-    hf = "{study}/lr3e-3/hf"
-    paths = (
-        f"{hf}/soup-stable-step00000448",
-        *(f"{hf}/step00000{step}" for step in (192, 320, 448)),
-    )
+    names = ("soup-stable-step00000448", "step00000192", "step00000320", "step00000448")
+    paths = (f"{{study}}/lr3e-3/hf/{name}" for name in names)
     assert average.command == ("{python}", "-m", "ckpt_tools", "average", *paths)
     assert average.outputs == ("lr3e-3/hf/soup-stable-step00000448/lineage.json",)
     assert average.after == tuple(f"export-lr3e-3-step00000{step}" for step in (192, 320, 448))
-    readers = {
-        name: step
-        for name, step in by_name.items()
-        if any("/soup-stable" in word for word in step.command)
-    }
+    readers = [
+        step for step in by_name.values() if any("/soup-stable" in word for word in step.command)
+    ]
     quantize = by_name["quantize-lr3e-3-soup-stable-step00000448-gptq-b4-g32"]
     assert average.name in quantize.after
-    assert {step.kind for step in readers.values()} == {
-        "average",
-        "quantize",
-    }, "curvature is not measured of averages"
+    # curvature is not measured of averages
+    assert {step.kind for step in readers} == {"average", "quantize"}
 
 
 def options_in(words: Sequence[str]) -> dict[str, str]:
@@ -182,21 +167,13 @@ def test_a_branch_waits_for_the_checkpoint_that_it_starts_from():
     train = next(step for step in steps_of(study) if step.name == f"train-{branch.name}")
     assert f"train-{parent}" in train.after
     assert f"{parent}/checkpoints/step00072000/checkpoint.json" in train.reads
-    assert not any(f"{parent}/checkpoints/step000840" in name for name in train.reads), (
-        "not for the parent's end"
-    )
+    # not for the parent's end
+    assert not any(f"{parent}/checkpoints/step000840" in name for name in train.reads)
 
 
 def model_step(model: str, spec: str, kind: str = "quantize") -> Step:
-    return Step(
-        f"{kind}-{model}-{spec}",
-        kind,
-        ("q",),
-        (),
-        models=(model,),
-        specs=("--spec", spec),
-        tail=("t",),
-    )
+    name, specs = f"{kind}-{model}-{spec}", ("--spec", spec)
+    return Step(name, kind, ("q",), (), models=(model,), specs=specs, tail=("t",))
 
 
 def test_steps_share_a_process_only_where_each_model_goes_with_each_spec():
@@ -215,22 +192,17 @@ def test_steps_share_a_process_only_where_each_model_goes_with_each_spec():
         command = shared(batch)
         models = [word for word in command if word in "abc"]
         specs = [word for word in command if word in "xyz"]
-        assert command == (
-            "q",
-            *models,
-            *(word for spec in specs for word in ("--spec", spec)),
-            "t",
-        )
-        assert len(batch) == len(models) * len(specs), (
-            "the command does what the steps say and nothing else"
-        )
+        of_specs = (word for spec in specs for word in ("--spec", spec))
+        assert command == ("q", *models, *of_specs, "t")
+        # the command does what the steps say and nothing else
+        assert len(batch) == len(models) * len(specs)
         assert len(models) <= 2
     assert [len(batch) for batch in batches(steps, 1, 1)] == [1] * len(steps)
     assert max(len(batch) for batch in batches(steps, 9, 2)) == 4
 
 
 def test_placeholders_stand_for_places_and_for_the_machine(tmp_path):
-    command = (
+    command = [
         "{launch}",
         "-m",
         "x",
@@ -240,30 +212,22 @@ def test_placeholders_stand_for_places_and_for_the_machine(tmp_path):
         "{device}",
         "{cores}",
         "a{study}",
-    )
+    ]
     machine = Machine(("{python}", "-m", "torchrun"), "cuda", 2, "fsdp", 8, "/usr/bin/py")
     resolved = resolve(command, tmp_path / "s", machine)
     assert resolved[:5] == ["/usr/bin/py", "-m", "torchrun", "-m", "x"]
-    assert resolved[5:] == [
-        f"{tmp_path}/s/run",
-        f"{tmp_path}/texts",
-        "--device",
-        "cuda",
-        "8",
-        "a{study}",
-    ]
+    places = [f"{tmp_path}/s/run", f"{tmp_path}/texts"]
+    assert resolved[5:] == [*places, "--device", "cuda", "8", "a{study}"]
 
 
 def test_the_largest_eigenvalue_is_asked_for_or_left_out():
-    seven = [
-        step for step in steps_of(resolve_recipe("olmo2-7b-lr", "full")) if step.kind == "curvature"
-    ]
-    assert len(seven) == 4 * 18 + 7 * 8 + 2 + 3 * 3
-    for step in seven:
-        assert "--no-lambda-max" in step.command
-    measurement = next(
-        step for step in steps_of(resolve_recipe("olmo2-1b-lr", "full")) if step.kind == "curvature"
+    seven, one = (
+        [step for step in steps_of(resolve_recipe(name, "full")) if step.kind == "curvature"]
+        for name in ("olmo2-7b-lr", "olmo2-1b-lr")
     )
+    assert len(seven) == 4 * 18 + 7 * 8 + 2 + 3 * 3
+    assert all("--no-lambda-max" in step.command for step in seven)
+    measurement = one[0]
     assert "--lambda-max" in measurement.command
     assert measurement.command[measurement.command.index("--max-iterations") + 1] == "16"
 
@@ -306,7 +270,7 @@ def test_tasks_are_measured_at_the_end_and_read_into_the_table(study_dir, study)
     model, spec = {"path": str(path.parents[2])}, {"name": "gptq-b3-g32", "tasks": ["piqa"]}
     reseal(path, {"model": model, "spec": spec, "measured": measured})
     rows = collect_rows(study_dir, changed).rows
-    row = next(row for row in rows if (row.run, row.step, row.average) == ("lr1e-3", 640, None))
+    row = row_at(rows, "lr1e-3", 640)
     column = "tasks/gptq-b3-g32"
     assert (row[f"{column}/degradation_low"], row[f"{column}/accuracy_low"]) == (0.1, None)
     assert (row[f"{column}/piqa/accuracy_quantized"], row[f"{column}/sciq/accuracy"]) == (0.4, None)
@@ -337,23 +301,19 @@ def test_a_table_of_an_older_version_has_its_new_columns_empty(study_dir, study,
 
 def test_a_result_of_an_older_version_has_its_new_columns_empty(study_dir, study):
     path = study_dir / "lr1e-3/hf/step00000064/quant/gptq-b3-g32/result.json"
-    content = json.loads(path.read_text())
-    del content["measured"]["top1_agreement"], content["measured"]["intervals"]["kl_divergence"]
-    reseal(path, content)
+    with edited(path) as content:
+        del content["measured"]["top1_agreement"], content["measured"]["intervals"]["kl_divergence"]
     row = collect_rows(study_dir, study).rows[0]
     assert row["quant/gptq-b3-g32/top1_agreement"] is None
     assert row["quant/gptq-b3-g32/kl_divergence_low"] is None
     assert row["quant/gptq-b3-g32/kl_divergence"] == content["measured"]["kl_divergence"]
 
 
-def test_a_study_of_another_version_is_refused_with_what_writes_it_anew(study_dir):
-    path = study_dir / "study.json"
-    reseal(path, json.loads(path.read_text()) | {"heading": "peak"})
+def test_a_study_that_is_of_another_version_or_no_text_is_refused_with_what_helps(study_dir):
+    with edited(study_dir / "study.json") as content:
+        content["heading"] = "peak"
     with pytest.raises(UserError, match="unknown key 'heading'; run the recipe again"):
         load_study(study_dir)
-
-
-def test_a_study_that_is_not_text_is_refused_the_same_way(study_dir):
     (study_dir / "study.json").write_bytes(b'{"name": "\xff')
     with pytest.raises(UserError, match=r"study.json is not valid JSON .*; run the recipe again"):
         load_study(study_dir)

@@ -67,11 +67,7 @@ def budgets(study: Study) -> Study:
         cooldown = constant.model_copy(update={"anneal": Anneal(start_step=start)})
         branch = BranchFrom(run="../stable", step=start, fingerprint=fingerprint(stable))
         kinds = (
-            (
-                "wsd",
-                cooldown,
-                {"save_steps": (start + start // 8, end), "branch_from": branch},
-            ),
+            ("wsd", cooldown, {"save_steps": (start + start // 8, end), "branch_from": branch}),
             ("cosine", cosine, {"save_steps": (end // 4, end // 2, end)}),
         )
         for name, schedule, changed in kinds:

@@ -3,7 +3,6 @@
 Every one of them is compared with fp64's, by functions and by the engines' models.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.runs import draw_weights, make_run, ranks
+from tests.runs import draw_weights, leave_layout, make_run, on_ranks
+from tests.train.plain import model_of_family, named_as_in_files
+from train.data.batches import Batch
+from train.distributed import start
+from train.engines import build_engine
 from train.model.accumulation import SummedLayerNorm, add_product, embedded, sums_like
-from train.model.config import ModelConfig, hf_settings
-from train.model.initialization import initial_parameter
+from train.model.config import ModelConfig
 from train.run.config import RunConfig, load_run
 
 ROWS, WIDTH, TOKENS = 320, 32, 16_384
@@ -62,8 +63,8 @@ def test_a_row_of_an_embedding_sums_all_its_tokens(deterministic):
 def test_a_product_summed_by_chunks_is_the_product(chunk):
     left, right = one_sided(TOKENS, 48), one_sided(TOKENS, WIDTH)
     sums = sums_like(torch.zeros(48, WIDTH, dtype=torch.bfloat16))
-    for start in range(0, TOKENS, chunk):
-        add_product(sums, left[start : start + chunk], right[start : start + chunk])
+    for begin in range(0, TOKENS, chunk):
+        add_product(sums, left[begin : begin + chunk], right[begin : begin + chunk])
     expected = left.double().T @ right.double()
     assert error(sums, expected) < 1e-6  # fp32, nothing rounded yet
 
@@ -83,11 +84,6 @@ def test_layer_norm_sums_its_gradients():
 
 
 LENGTH, SEQUENCES = 128, 64  # 8,192 tokens in one microbatch
-PATHS: dict[str, Any] = {
-    "train_prefix": Path("t"),
-    "held_out_prefix": Path("h"),
-    "tokenizer_dir": Path("k"),
-}
 
 
 def tokens() -> Tensor:
@@ -96,10 +92,6 @@ def tokens() -> Tensor:
 
 def gradients_of_engines(*run_dirs: str) -> None:
     """Worker: differentiate one microbatch with each run's engine, and save the gradients."""
-    from train.data.batches import Batch
-    from train.distributed import start
-    from train.engines import build_engine
-
     device = start()
     for run_dir in map(Path, run_dirs):
         run = load_run(run_dir / "run.json")
@@ -115,9 +107,7 @@ def gradients_of_engines(*run_dirs: str) -> None:
         engine.train_step(Batch.of(tokens()).of_replica(engine.replica), 0.0, keep)
         if run.engine == "megatron":
             gradients["errors of the head"] = errors_of_head()
-            from megatron.core import parallel_state
-
-            parallel_state.destroy_model_parallel()
+        leave_layout(run)
         torch.save(gradients, run_dir / "gradients.pt")
     engine.close()
 
@@ -155,24 +145,18 @@ def run_of(directory: Path, engine: str, family: str) -> RunConfig:
         initializer_range=0.1,
         initializer="normal",
     )
+    sizes: dict[str, Any] = {"batch_size": SEQUENCES, "micro_batch_size": SEQUENCES}
     changes: dict[str, Any] = {"engine": engine, "model": model, "precision": "bf16"}
-    run = make_run(directory, **PATHS, **changes)
-    data = run.data.model_copy(update={"sequence_length": LENGTH})
-    changes |= {"data": data, "batch_size": SEQUENCES, "micro_batch_size": SEQUENCES}
-    return make_run(directory, **PATHS, **changes)
+    return make_run(directory, data={"sequence_length": LENGTH}, **sizes, **changes)
 
 
 def exact_gradients(run: RunConfig) -> dict[str, Tensor]:
     """By transformers in fp64, at the weights that the engines round to bf16."""
-    config = AutoConfig.for_model(run.model.family, **hf_settings(run.model, LENGTH, 0))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    named = {
-        name.replace("lm_head.", "embed_out.") if run.model.family == "gpt_neox" else name: weight
-        for name, weight in model.named_parameters()
-    }
+    model = model_of_family(run, torch.float64)
+    named = named_as_in_files(model)
     with torch.no_grad():
-        for name, weight in named.items():
-            weight.copy_(initial_parameter(name, run.model, run.seed).bfloat16())
+        for weight in named.values():
+            weight.copy_(weight.bfloat16())
     logits = model(tokens()[:, :-1]).logits
     loss = F.cross_entropy(logits.flatten(0, 1), tokens()[:, 1:].flatten())
     (loss + run.optimizer.z_loss * logits.logsumexp(-1).square().mean()).backward()
@@ -186,8 +170,7 @@ def test_no_gradient_of_a_large_microbatch_is_lost(tmp_path):
         run_of(tmp_path / "deepspeed", "deepspeed", "gpt_neox"),
     ]
     directories = [tmp_path / run.name for run in runs]
-    done = ranks(1, "tests.train.test_accumulation", *map(str, directories))
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(1, gradients_of_engines, *directories)
     for run, directory in zip(runs, directories, strict=True):
         ours = torch.load(directory / "gradients.pt", weights_only=True)
         if run.engine == "megatron":
@@ -203,7 +186,3 @@ def test_no_gradient_of_a_large_microbatch_is_lost(tmp_path):
         for name in compared:
             assert error(ours[name], expected[name].flatten()) < 0.02, name
         assert len(compared) == (9 if run.engine == "megatron" else len(expected))
-
-
-if __name__ == "__main__":
-    gradients_of_engines(*sys.argv[1:])

@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 from ckpt_tools.export import export
 from ckpt_tools.formats.hf_weights import HFWeights
 from tests.ckpt_tools.checkpoints import all_of, read_weights
-from tests.runs import make_run, ranks
+from tests.runs import make_run, ranks, succeed
 from tests.train.trajectories import numbers, shard_hashes
-from train.data.config import DataConfig
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
 from train.run.directory import RunDirectory, read_checkpoint_record
@@ -34,21 +33,12 @@ def averaged(tmp_path_factory, inputs):
     (root / "digits.jsonl").write_text(json.dumps({"text": "0123456789" * 40}))
     prepare([root / "digits.jsonl"], inputs["tokenizer_dir"], root / "digits")
     directory = RunDirectory(root / "run")
-    data = DataConfig(
-        train=str(inputs["train_prefix"]),
-        held_out=str(inputs["held_out_prefix"]),
-        more_held_out={"digits": str(root / "digits")},
-        tokenizer=str(inputs["tokenizer_dir"]),
-        sequence_length=32,
-        held_out_sequences=5,
-    )
     run = make_run(
         directory.path, **inputs, averages=(LAWA, EMA), total_steps=LAST, save_steps=SAVED,
-        data=data, saving=SavingConfig(asynchronous=True),
+        data={"more_held_out": {"digits": str(root / "digits")}}, saving=SavingConfig(asynchronous=True),
         schedule=ScheduleConfig(warmup_tokens=4 * 256, phase=CosinePhase(horizon_tokens=100 * 256)),
     )  # fmt: skip
-    done = ranks(2, "train", "run", str(directory.path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(2, "train", "run", str(directory.path)))
     return directory, run
 
 
@@ -138,8 +128,7 @@ def test_averages_go_on_bit_for_bit_after_a_resume(averaged, tmp_path, last):
     for path in again.checkpoints.iterdir():
         if path not in kept:
             shutil.rmtree(path)
-    done = ranks(2, "train", "run", str(again.path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(2, "train", "run", str(again.path)))
     assert numbers(again.path) == numbers(whole.path)
     for step in (10, LAST):
         for name in ("lawa3x2", "ema0.8x3"):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from base.frozen import fingerprint
-from tests.runs import make_run, ranks
-from tests.train.test_reference import differentiate, plain_model
+from tests.runs import make_run, ranks, succeed
+from tests.train.plain import adamw, differentiate, plain_model, update
 from tests.train.trajectories import numbers, shard_hashes
 from train.data.batches import batch
 from train.data.corpus import open_corpus
@@ -35,21 +35,13 @@ RATES = [1e-2 * share for share in (4 / 32, 8 / 32, 16 / 32, 24 / 32, 1, 1, 1, 1
 def losses_by_hand(run) -> list[float]:
     """Torch's AdamW on consecutive pieces of one order of sequences."""
     model = plain_model(run)
-    named = dict(model.named_parameters())
-    spared = named.pop("model.embed_tokens.weight")
-    groups = [
-        {"params": list(named.values()), "weight_decay": 0.1},
-        {"params": [spared], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = adamw(dict(model.named_parameters()))
     corpus = open_corpus(run.data.train)
     rows = batch(corpus, step=1, batch_size=sum(SIZES), sequence_length=32, seed=run.seed)
     losses = []
     for tokens_BS, rate in zip(torch.from_numpy(rows).split(SIZES), RATES, strict=True):
         losses.append(differentiate(model, tokens_BS))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
+        update(optimizer, rate)
     return losses
 
 
@@ -64,8 +56,7 @@ def losses_by_hand(run) -> list[float]:
 def test_smaller_batches_first(tmp_path, inputs, engine, resumed):
     whole = RunDirectory(tmp_path / "run")
     run = make_run(whole.path, **inputs, engine=engine, **SETTINGS)
-    done = ranks(2, "train", "run", str(whole.path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(2, "train", "run", str(whole.path)))
     rows = [row for row in numbers(whole.path) if "loss" in row]
     assert [row["learning_rate"] for row in rows] == pytest.approx(RATES)
     assert [row["tokens"] for row in rows] == [32 * sum(SIZES[:step]) for step in range(1, 9)]
@@ -79,7 +70,6 @@ def test_smaller_batches_first(tmp_path, inputs, engine, resumed):
     settings = SETTINGS | {"branch_from": origin, "save_steps": (8,)}
     make_run(branch.path, **inputs, engine=engine, **settings)
     for directory in (RunDirectory(tmp_path / name) for name in resumed):
-        done = ranks(2, "train", "run", str(directory.path))
-        assert done.returncode == 0, done.stderr[-3000:]
+        succeed(ranks(2, "train", "run", str(directory.path)))
         assert numbers(directory.path)[-4:] == rows[-4:]
         assert shard_hashes(directory.checkpoint(8)) == shard_hashes(whole.checkpoint(8))

@@ -3,8 +3,7 @@
 import subprocess
 
 from tests.interpreter import interpreter
-from tests.runs import environment, error_line
-from tests.waiting import HANG_SECONDS
+from tests.runs import environment, error_line, execute
 
 REFUSED_IN_A_COLLECTIVE = """
 import sys
@@ -41,15 +40,7 @@ def test_a_refusal_beside_running_collectives_ends_with_exit_code_2(tmp_path):
     store = str(tmp_path / "store")
     other = subprocess.Popen([*command, "1", store], env=environment(), stderr=subprocess.DEVNULL)
     try:
-        done = subprocess.run(
-            [*command, "0", store],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=HANG_SECONDS,
-            check=False,
-        )
-        assert error_line(done) == "error: refused"
+        assert error_line(execute([*command, "0", store])) == "error: refused"
     finally:
         other.kill()
         other.wait()

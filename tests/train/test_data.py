@@ -1,9 +1,7 @@
 """The data of a run: batches of seed and step alone, whose rows and labels are the files'."""
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +10,8 @@ import torch
 from base.errors import UserError
 from base.files import sha256_of
 from tests.runs import make_run
-from tests.sealing import reseal
 from train.data.batches import Replica, batch
-from train.data.config import DataConfig, RepetitionFilter
+from train.data.config import RepetitionFilter
 from train.data.corpus import open_corpus
 from train.data.indexing import index
 from train.data.prepare import prepare
@@ -32,11 +29,13 @@ def mix(tmp_path_factory, tokenizer_dir) -> Path:
     paths = [directory / "a.npy", directory / "b.npy"]
     for path, length in zip(paths, (200 * LENGTH + 7, 100 * LENGTH), strict=True):
         generator.integers(0, 320, length).astype("<u2").tofile(path)
-    _index(paths, directory / "mix", tokenizer_dir)
+    index_tokens(paths, directory / "mix", tokenizer_dir)
     return directory / "mix"
 
 
-def _index(paths: list[Path], prefix: Path, tokenizer_dir: Path, vocab_size: int = 320) -> None:
+def index_tokens(
+    paths: list[Path], prefix: Path, tokenizer_dir: Path, vocab_size: int = 320
+) -> None:
     tokenizer_sha256 = sha256_of(tokenizer_dir / "tokenizer.json")
     index(
         paths,
@@ -53,14 +52,7 @@ def data_of(tmp_path, inputs):
     """`data_of(**settings of DataConfig)`: the data of a run of 8 x 32 tokens a batch."""
 
     def open_run(**settings) -> RunData:
-        data: dict[str, Any] = {
-            "train": str(inputs["train_prefix"]),
-            "held_out": str(inputs["held_out_prefix"]),
-            "tokenizer": str(inputs["tokenizer_dir"]),
-            "sequence_length": LENGTH,
-            "held_out_sequences": 5,
-        }
-        run = make_run(tmp_path / "run", **inputs, data=DataConfig(**(data | settings)))
+        run = make_run(tmp_path / "run", **inputs, data=settings)
         return open_data(run, RunDirectory(tmp_path / "run"), verify_hashes=True)
 
     return open_run
@@ -162,7 +154,7 @@ def test_repetitive_sequences_lose_their_labels(data_of, tmp_path, tokenizer_dir
     instances[7, :15] = 9  # 15 copies: one too few
     instances[9] = np.resize([1, 2, 3], LENGTH)  # 10 copies of three
     instances.tofile(tmp_path / "few.npy")
-    _index([tmp_path / "few.npy"], tmp_path / "few", tokenizer_dir)
+    index_tokens([tmp_path / "few.npy"], tmp_path / "few", tokenizer_dir)
     data = data_of(
         train=str(tmp_path / "few"),
         order="sequential",
@@ -184,7 +176,7 @@ def test_tokens_outside_the_vocabulary_stop_the_batch(data_of, tmp_path, tokeniz
     tokens = np.ones(64 * LENGTH, "<u2")
     tokens[9 * LENGTH + 3] = 320
     tokens.tofile(tmp_path / "high.npy")
-    _index([tmp_path / "high.npy"], tmp_path / "high", tokenizer_dir, vocab_size=321)
+    index_tokens([tmp_path / "high.npy"], tmp_path / "high", tokenizer_dir, vocab_size=321)
     data = data_of(train=str(tmp_path / "high"), order="sequential")
     data.batch(1)
     with pytest.raises(UserError, match="token 320, outside the model's vocabulary of 320"):
@@ -200,34 +192,13 @@ def test_what_is_held_out_must_not_be_trained_on(
         shutil.copy(f"{train_prefix}.{suffix}", f"{copied}.{suffix}")
     both = [source.with_suffix(".jsonl") for source in (train_prefix, held_out_prefix)]
     prepare(both, tokenizer_dir, tmp_path / "both")
-    _index([mix.parent / "b.npy"], tmp_path / "b", tokenizer_dir)
+    index_tokens([mix.parent / "b.npy"], tmp_path / "b", tokenizer_dir)
     for settings, complaint in (
         (same, "hold out another file"),
         (same | {"held_out": str(copied)}, "hold out another file"),
         ({"train": str(tmp_path / "both")}, "prepare the held-out text from other sources"),
         ({"train": str(mix), "held_out": str(tmp_path / "b")}, r"b\.npy is a file of .*mix too"),
         ({"more_held_out": {"code": str(train_prefix)}}, "hold out another file"),
-    ):
-        with pytest.raises(UserError, match=complaint):
-            data_of(**settings)
-
-
-def test_settings_that_do_not_fit_the_files_are_refused(data_of, tmp_path, mix, tokenizer_dir):
-    content = json.loads(Path(f"{mix}.json").read_text())
-    other = tmp_path / "other.json"
-    content["files"] = [
-        file | {"path": str(mix.parent / file["path"])} for file in content["files"]
-    ]
-    reseal(other, content | {"tokenizer_sha256": "0"})
-    few = tmp_path / "few"
-    np.ones(7 * LENGTH, "<u2").tofile(f"{few}.npy")
-    _index([few.with_suffix(".npy")], few, tokenizer_dir)
-    for settings, complaint in (
-        ({"held_out_sequences": 10**6}, "data.held_out_sequences asks for 1000000"),
-        ({"train": str(other.with_suffix(""))}, "prepare it again with that tokenizer"),
-        ({"tokenizer": str(tmp_path)}, "let data.tokenizer name the directory"),
-        ({"train": str(few), "order": "olmo"}, "fill no batch of 8"),
-        ({"sequence_length": 10**6}, "shorten the sequence"),
     ):
         with pytest.raises(UserError, match=complaint):
             data_of(**settings)

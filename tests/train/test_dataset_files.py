@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from base.errors import UserError
-from tests.runs import PROJECT, error_line, python
+from tests.runs import PROJECT, error_line, python, succeed
 from train.data.corpus import open_corpus
 from train.data.documents import parse_source
 from train.data.prepare import prepare
@@ -56,8 +56,7 @@ def test_the_files_hold_what_they_hold_alone(dataset, tokenizer_dir, tmp_path, f
 
 def test_the_command_reads_one_file(dataset, tokenizer_dir, tmp_path):
     options = ["--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / "out")]
-    done = python("train", "prepare", f"dataset:{dataset}:::3", *options)
-    assert done.returncode == 0, done.stderr
+    succeed(python("train", "prepare", f"dataset:{dataset}:::3", *options))
     assert open_corpus(tmp_path / "out").manifest.documents == 3
     beyond = python("train", "prepare", f"dataset:{dataset}:::5-6", *options)
     assert "5-6: the dataset has files 1 to 5" in error_line(beyond)

@@ -1,6 +1,5 @@
 """The rules of weight decay in both engines against AdamW written out, one tensor at a time."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,11 @@ from torch import Tensor
 
 from base.errors import UserError
 from tests.ckpt_tools.checkpoints import read_shards
-from tests.runs import draw_weights, make_run, ranks
-from tests.train.test_reference import differentiate, plain_model
+from tests.runs import draw_weights, leave_layout, make_run, on_ranks, save
+from tests.train.plain import differentiate, plain_model
+from train.data.batches import Batch
+from train.distributed import start
+from train.engines import build_engine
 from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig, load_run, with_settings
 from train.run.schedules import learning_rate
@@ -28,30 +30,21 @@ def train_all(out: str, *turns: str) -> None:
     Runs joined by a comma take turns, each with its share of the batches, and hand over by a
     checkpoint; the weights are written by the last one's name.
     """
-    from train.distributed import start
-
     device = start()
     for turn in turns:
         run_dirs = [Path(run_dir) for run_dir in turn.split(",")]
         share = len(BATCHES) // len(run_dirs)
+        checkpoint = None
         for index, run_dir in enumerate(run_dirs):
-            last = index == len(run_dirs) - 1
-            if index:
-                engine = engine_of(run_dir, device, Path(out) / run_dirs[index - 1].name)
-            else:
-                engine = engine_of(run_dir, device, None)
+            engine = engine_of(run_dir, device, checkpoint)
             train(engine, range(share * index + 1, share * (index + 1) + 1))
-            write(engine, Path(out) / run_dir.name, weights_only=last)
-            if engine.run.engine == "megatron":
-                from megatron.core import parallel_state
-
-                parallel_state.destroy_model_parallel()
+            checkpoint = Path(out) / run_dir.name
+            save(engine, checkpoint, weights_only=run_dir == run_dirs[-1])
+            leave_layout(engine.run)
     engine.close()
 
 
 def engine_of(run_dir: Path, device: torch.device, checkpoint: Path | None) -> Any:
-    from train.engines import build_engine
-
     run = load_run(run_dir / "run.json")
     engine = build_engine(run, device)
     if checkpoint:
@@ -62,23 +55,9 @@ def engine_of(run_dir: Path, device: torch.device, checkpoint: Path | None) -> A
 
 
 def train(engine: Any, steps: range) -> None:
-    from train.data.batches import Batch
-
     for step in steps:
         batch = Batch.of(BATCHES[step - 1]).of_replica(engine.replica)
         engine.train_step(batch, learning_rate(engine.run, step), lambda _: True)
-
-
-def write(engine: Any, directory: Path, *, weights_only: bool) -> None:
-    import torch.distributed as dist
-
-    directory.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    snapshot = engine.snapshot(directory, weights_only=weights_only)
-    snapshot.write()
-    dist.barrier()
-    snapshot.seal()
-    dist.barrier()
 
 
 def read(run: RunConfig, directory: Path) -> dict[str, Tensor]:
@@ -122,16 +101,15 @@ def test_rules_of_decay_equal_a_plain_loop(tmp_path, inputs):
     expected = {}
     for engine in ("megatron", "deepspeed"):
         tensor = 2 if engine == "megatron" else 1
-        names = []
+        directories = []
         for rule, strength in SETTINGS.items():
             settings = {"peak_lr": 1e-2, "decay": rule, "weight_decay": strength}
             optimizer = AdamW.model_validate(settings)
             directory = tmp_path / f"{engine}-{rule}"
             run = make_run(directory, **inputs, tensor=tensor, engine=engine, optimizer=optimizer)
             expected[directory.name] = run
-            names.append(str(directory))
-        done = ranks(2, "tests.train.test_decay", str(tmp_path / "out"), *names)
-        assert done.returncode == 0, done.stderr[-3000:]
+            directories.append(directory)
+        on_ranks(2, train_all, tmp_path / "out", *directories)
     by_rule = {rule: weights_by_hand(expected[f"megatron-{rule}"]) for rule in SETTINGS}
     start = dict(plain_model(run).named_parameters())
     for name, run in expected.items():
@@ -148,7 +126,3 @@ def test_a_peak_of_zero_is_refused(tmp_path, inputs):
     run = make_run(tmp_path / "run", **inputs, peak_lr=0.0)
     with pytest.raises(UserError, match="set a peak_lr above 0"):
         with_settings(run, ["optimizer.decay=adamc"])
-
-
-if __name__ == "__main__":
-    train_all(*sys.argv[1:])

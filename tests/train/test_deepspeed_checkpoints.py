@@ -1,23 +1,177 @@
 """Checkpoints of the DeepSpeed engine: resumed, written late, at another world size or stage."""
 
 import json
-import subprocess
-from functools import partial
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from base.files import sha256_of
+from base.errors import UserError
+from base.files import sha256_of, write_json
 from tests.interpreter import interpreter
-from tests.runs import environment, python, ranks
-from tests.train.deepspeed_attempts import named
-from tests.train.test_deepspeed import plain_model
-from tests.waiting import HANG_SECONDS
+from tests.runs import draw_weights, execute, on_ranks, save, succeed
+from tests.train.plain import model_of_family
+from tests.train.test_deepspeed import batch_of, small_run
+from train.averages import slot_names
+from train.data.batches import Batch
+from train.distributed import start
+from train.engine import StepResult
+from train.run.config import RunConfig
+from train.run.optimization import Ema, Lawa
+from train.run.schedules import learning_rate
 
-MODULE = "tests.train.deepspeed_attempts"
+SAVED_AT, LAST = 2, 5
+AVERAGES = (Ema(decay=0.9), Lawa(interval_steps=1, window=2))
+
+
+def named(name: str) -> RunConfig:
+    """The run of a name: s1 is ZeRO stage 1 in fp32 with averages, b2 stage 2 in bf16."""
+    stage = int(name[1])
+    return small_run(
+        name,
+        stage=stage,
+        precision={"s": "fp32", "b": "bf16"}[name[0]],
+        averages=AVERAGES,
+        total_steps=LAST,
+    )
+
+
+class Attempt:
+    """One engine and what it does, on every rank."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        from train.deepspeed.engine import DeepSpeedEngine
+
+        device = torch.device("cpu") if dist.is_initialized() else start()
+        self.run, self.root = named(name), root
+        self.slots = slot_names(self.run)
+        self.engine = DeepSpeedEngine(self.run, device)
+        draw_weights(self.engine, self.run)
+
+    def train(self, first: int, last: int) -> list[list[float]]:
+        return [
+            list(
+                self.engine.train_step(
+                    batch_of(step).of_replica(self.engine.replica),
+                    learning_rate(self.run, step),
+                    StepResult.is_finite,
+                ).figures.values()
+            )
+            for step in range(first, last + 1)
+        ]
+
+    def fill_slots(self) -> None:
+        """Slot k becomes k + 2 times the weights."""
+        for index, name in enumerate(self.slots):
+            for weights, slot in zip(self.engine.weights(), self.engine.slot(name), strict=True):
+                slot.copy_(weights).mul_(index + 2)
+
+    def snapshot(self, name: str):
+        directory = self.root / self.run.name / name
+        directory.mkdir(parents=True, exist_ok=True)
+        return self.engine.snapshot(directory, weights_only=False)
+
+    def save(self, name: str, weights_only: bool = False) -> None:
+        directory = self.root / self.run.name / name
+        names = save(self.engine, directory, weights_only=weights_only)
+        assert set(names) <= {path.name for path in directory.iterdir()}
+
+    def reject_steps(self) -> None:
+        """A step that is refused, and one whose gradient is not finite."""
+        other = Batch.of((batch_of(99).tokens_BS + 1) % 64).of_replica(self.engine.replica)
+        self.engine.train_step(other, 1.0, lambda _: False)
+
+        def overflow(_module, _inputs, output):
+            output.logits = output.logits * float("nan")
+            return output
+
+        hook = self.engine._engine.module.register_forward_hook(overflow)
+        overflowed = self.engine.train_step(other, 1.0, StepResult.is_finite)
+        hook.remove()
+        assert not overflowed.is_finite()
+
+    def refusal(self, source: Path) -> str:
+        try:
+            self.engine.load(source)
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+def save_at_one_process(root: Path) -> dict:
+    """Worker: two runs in one process, saved on their way."""
+    report = {}
+    for name in ("s1", "s2"):
+        attempt = Attempt(name, root)
+        attempt.train(1, SAVED_AT)
+        attempt.fill_slots()
+        attempt.save("sync")
+        report[name] = attempt.train(SAVED_AT + 1, LAST)
+    attempt.engine.close()
+    return report
+
+
+def go_through_two_processes(root: Path, single: Path) -> dict:
+    """Save, continue, resume; then load what one process saved, and what must be refused."""
+    report: dict = {}
+    for name in ("s1", "s2", "b1", "b2"):
+        attempt = Attempt(name, root)
+        attempt.train(1, SAVED_AT)
+        attempt.fill_slots()
+        attempt.save("sync")
+        if name == "s1":
+            attempt.engine._engine.save_checkpoint(str(root / "own"), tag="step", save_latest=False)
+        late = attempt.snapshot("late")
+        rows = attempt.train(SAVED_AT + 1, SAVED_AT + 2)
+        attempt.reject_steps()
+        rows += attempt.train(SAVED_AT + 3, LAST)
+        late.write()
+        attempt.save("end")
+        attempt.save("weights", weights_only=True)
+        resumed = Attempt(name, root)
+        resumed.train(1, 1)
+        resumed.engine.load(root / name / "sync")
+        report[name] = {"rows": rows, "resumed": resumed.train(SAVED_AT + 1, LAST)}
+        resumed.save("resumed")
+        for weights in resumed.engine.weights():
+            weights.mul_(0.5)
+        resumed.engine.publish_weights()
+        resumed.save("halved", weights_only=True)
+    for name, source in (("s1", "s1"), ("s2", "s2"), ("s2", "s1")):
+        attempt = Attempt(name, root / f"from-{source}")
+        attempt.engine.load(single / source / "sync")
+        attempt.save("resaved")
+        report[f"{name}-from-{source}"] = attempt.train(SAVED_AT + 1, LAST)
+    report["no checkpoint"] = attempt.refusal(single)
+    torn = root / "torn"
+    if dist.get_rank() == 0:
+        torn.mkdir()
+        shutil.copy(root / "s1" / "sync" / "optimizer-00000-of-00002.safetensors", torn)
+    dist.barrier()
+    report["one of two files"] = attempt.refusal(torn)
+    attempt.engine.close()
+    return report
+
+
+def load_in_one_process(root: Path, two: Path) -> dict:
+    """Worker: what two processes saved resumes in one."""
+    report: dict = {}
+    for name in ("s1", "s2", "b1", "b2"):
+        attempt = Attempt(name, root)
+        attempt.engine.load(two / name / "sync")
+        attempt.save("resaved")
+        report[name] = attempt.train(SAVED_AT + 1, LAST)
+    attempt.engine.close()
+    return report
+
+
+def write_report(worker: str, out: str, *others: str) -> None:
+    """Worker, on every rank: OUT/report.json is what one of those above returns."""
+    write_json(Path(out) / "report.json", globals()[worker](Path(out), *map(Path, others)))
 
 
 def regathered(directory: Path) -> dict[str, torch.Tensor]:
@@ -47,18 +201,15 @@ def hashes(directory: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, dict]:
     """Directories one, two and back, and what the three workers report."""
-    root = tmp_path_factory.mktemp("checkpoints")
-    places = {name: str(root / name) for name in ("one", "two", "back")}
-    commands = (
-        (python, ("save_at_one_process", places["one"])),
-        (partial(ranks, 2), ("go_through_two_processes", places["two"], places["one"])),
-        (python, ("load_in_one_process", places["back"], places["two"])),
-    )
-    report = {}
-    for start, (worker, *arguments) in commands:
-        done = start(MODULE, worker, *arguments)
-        assert done.returncode == 0, done.stderr[-3000:]
-        report[worker] = json.loads((Path(arguments[0]) / "report.json").read_text())
+    root, report = tmp_path_factory.mktemp("checkpoints"), {}
+    one, two, back = (root / name for name in ("one", "two", "back"))
+    for processes, worker, *directories in (
+        (1, save_at_one_process, one),
+        (2, go_through_two_processes, two, one),
+        (1, load_in_one_process, back, two),
+    ):
+        on_ranks(processes, write_report, worker.__name__, *directories)
+        report[worker.__name__] = json.loads((directories[0] / "report.json").read_text())
     return root, report
 
 
@@ -109,12 +260,10 @@ def test_one_process_goes_on_as_two_and_at_another_stage(saved, name, source):
 @pytest.mark.parametrize("name", ["s1", "s2", "b1"])
 def test_slots_and_weights_are_those_of_the_engine(saved, name):
     """Every parameter is once on the ranks, its slots beside it, and the model is its cast."""
-    from train.averages import slot_names
-
     root, _ = saved
     state = regathered(root / "two" / name / "sync")
     model = load_file(root / "two" / name / "sync" / "model.safetensors")
-    whole = dict(plain_model(named(name)).named_parameters())
+    whole = dict(model_of_family(named(name)).named_parameters())
     slots = slot_names(named(name))
     assert len(slots) > 1
     assert len(state) == len(whole) * (3 + len(slots))
@@ -139,39 +288,17 @@ def test_published_weights_are_what_the_model_computes_with(saved, name):
 def test_deepspeeds_own_conversion_finds_the_same_state(saved, tmp_path):
     """Its checkpoint of the same moment through its ds_to_universal, parameter by parameter."""
     root, _ = saved
-    command = [
-        interpreter(),
-        "-m",
-        "deepspeed.checkpoint.ds_to_universal",
-        "--inject_missing_state",
-    ]
-    paths = [
-        "--input_folder",
-        str(root / "two" / "own" / "step"),
-        "--output_folder",
-        str(tmp_path / "universal"),
-    ]
-    done = subprocess.run(
-        [*command, *paths, "--num_extract_workers", "1", "--num_merge_workers", "1"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = [interpreter(), "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command += ["--input_folder", str(root / "two" / "own" / "step")]
+    command += ["--output_folder", str(tmp_path / "universal"), "--inject_missing_state"]
+    succeed(execute([*command, "--num_extract_workers", "1", "--num_merge_workers", "1"]))
     state = regathered(root / "two" / "s1" / "sync")
     names = {key.partition("/")[2] for key in state}
-    assert {
-        path.name for path in (tmp_path / "universal" / "zero").iterdir() if path.is_dir()
-    } == names
+    converted = tmp_path / "universal" / "zero"
+    assert {path.name for path in converted.iterdir() if path.is_dir()} == names
     for name in names:
-        for ours, theirs in (
-            ("weights", "fp32"),
-            ("exp_avg", "exp_avg"),
-            ("exp_avg_sq", "exp_avg_sq"),
-        ):
-            path = tmp_path / "universal" / "zero" / name / f"{theirs}.pt"
+        for ours in ("weights", "exp_avg", "exp_avg_sq"):
+            path = converted / name / f"{'fp32' if ours == 'weights' else ours}.pt"
             # DeepSpeed's converter made it in this test; it pickles more than tensors
             whole = torch.load(path, weights_only=False)["param"]
             assert torch.equal(whole.flatten(), state[f"{ours}/{name}"]), (ours, name)

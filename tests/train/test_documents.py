@@ -1,20 +1,22 @@
 """Attention that stays inside documents, against transformers' model run on each document alone."""
 
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import Olmo2ForCausalLM
 
 from base.errors import UserError
 from tests.conftest import make_hf_directory
-from tests.runs import make_run, ranks
+from tests.runs import make_run, on_ranks
 from train.data.batches import Batch
-from train.data.config import DataConfig
+from train.distributed import start
 from train.engines import build_engine
 from train.model.documents import attention_in_documents, document_bounds
 from train.observing import forward_figures
@@ -50,11 +52,6 @@ def logits_of_documents(model, whole: Batch) -> Tensor:
 
 def figures(run_dir: str, hf_dir: str, out: str) -> None:
     """Worker, on every rank: the engine's figures of one update and of a held-out loss."""
-    import torch.distributed as dist
-    from safetensors.torch import load_file
-
-    from train.distributed import start
-
     run = load_run(Path(run_dir) / "run.json")
     engine = build_engine(run, start())
     engine.start_from(load_file(Path(hf_dir) / "model.safetensors").__getitem__)
@@ -119,23 +116,12 @@ def check_transformer_engines_format() -> None:
     [{"pipeline": 2}, {"tensor": 2, "sequence": True}, {"engine": "deepspeed"}],
     ids=["pp2", "sp2", "deepspeed"],
 )
-def test_documents_are_trained_on_as_if_alone(tmp_path, inputs, tokenizer_dir, settings):
-    data = DataConfig(
-        train=str(inputs["train_prefix"]),
-        held_out=str(inputs["held_out_prefix"]),
-        tokenizer=str(tokenizer_dir),
-        sequence_length=LENGTH,
-        held_out_sequences=5,
-        document_mask=True,
-    )
+def test_documents_are_trained_on_as_if_alone(tmp_path, inputs, settings):
+    data = {"document_mask": True}
     make_run(tmp_path / "run", **inputs, data=data, layers=4, kv_heads=2, **settings)
     hf_dir = make_hf_directory(tmp_path / "hf", num_hidden_layers=4, num_key_value_heads=2)
-    worker = "tests.train.test_documents", str(tmp_path / "run"), str(hf_dir)
-    done = ranks(2, *worker, str(tmp_path / "figures.json"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(2, figures, tmp_path / "run", hf_dir, tmp_path / "figures.json")
     seen = json.loads((tmp_path / "figures.json").read_text())
-
-    from transformers import Olmo2ForCausalLM
 
     model, whole = Olmo2ForCausalLM.from_pretrained(hf_dir, attn_implementation="eager"), batch()
     logits, counted_BS = logits_of_documents(model, whole), whole.counted_BS
@@ -153,7 +139,3 @@ def test_documents_are_trained_on_as_if_alone(tmp_path, inputs, tokenizer_dir, s
     with torch.no_grad():
         apart = logits - model(whole.tokens_BS[:, :-1]).logits
     assert apart.abs().max() > 0.1, "the mask would change nothing"
-
-
-if __name__ == "__main__":
-    figures(*sys.argv[1:])

@@ -16,7 +16,7 @@ from transformers.models.olmo2 import modeling_olmo2
 from train.model import elementwise
 from train.model.elementwise import normed, normed_and_rotated, swiglu
 from train.model.recomputing import recomputed
-from train.model.rotary import rotations
+from train.model.rotary import rotated, rotations
 
 LENGTH, SEQUENCES, HEADS, WIDTH, EPS, BASE = 64, 2, 4, 16, 1e-6, 500_000.0
 SIZE = HEADS * WIDTH
@@ -50,23 +50,28 @@ def fused(qkv: Tensor, query_weight: Tensor, key_weight: Tensor) -> Tensor:
     )
 
 
-def by_transformers(qkv: Tensor, query_weight: Tensor, key_weight: Tensor) -> Tensor:
+def turned_by_transformers(query_SBND: Tensor, key_SBND: Tensor) -> list[Tensor]:
+    length, _, heads, width = query_SBND.shape
     config = Olmo2Config(
-        hidden_size=SIZE,
-        num_attention_heads=HEADS,
+        hidden_size=heads * width,
+        num_attention_heads=heads,
         rope_parameters={"rope_type": "default", "rope_theta": BASE},
     )
     rotary = modeling_olmo2.Olmo2RotaryEmbedding(config)
-    cos, sin = rotary(qkv, torch.arange(LENGTH)[None])
+    cos, sin = rotary(query_SBND, torch.arange(length)[None])
+    heads_BNSD = (x_SBND.permute(1, 2, 0, 3) for x_SBND in (query_SBND, key_SBND))
+    turned = modeling_olmo2.apply_rotary_pos_emb(*heads_BNSD, cos, sin)
+    return [x_BNSD.permute(2, 0, 1, 3) for x_BNSD in turned]
+
+
+def by_transformers(qkv: Tensor, query_weight: Tensor, key_weight: Tensor) -> Tensor:
     query, key, _ = qkv.unflatten(-1, (HEADS, 3 * WIDTH)).split(WIDTH, -1)
     heads = []
     for x_SBND, weight in ((query, query_weight), (key, key_weight)):
         norm = modeling_olmo2.Olmo2RMSNorm(SIZE, EPS)
         flat_SBH = functional_call(norm, {"weight": weight}, x_SBND.flatten(2))
-        normed_SBND = flat_SBH.unflatten(-1, (HEADS, WIDTH))
-        heads.append(normed_SBND.permute(1, 2, 0, 3))
-    turned = modeling_olmo2.apply_rotary_pos_emb(*heads, cos, sin)
-    return torch.stack([x.permute(2, 0, 1, 3) for x in turned])
+        heads.append(flat_SBH.unflatten(-1, (HEADS, WIDTH)))
+    return torch.stack(turned_by_transformers(*heads))
 
 
 QKV = draw(LENGTH, SEQUENCES, 3 * SIZE) * 3
@@ -83,6 +88,45 @@ def test_bf16_queries_and_keys_are_rounded_once():
     exact = by_transformers(*(x.float() for x in rounded))
     error = (fused(*rounded).float() - exact).norm() / exact.norm()
     assert error < 1.7e-3
+
+
+LONG_SBND = draw(4096, 1, 2, 128, seed=3)
+
+
+def turned(heads_SBND: Tensor) -> Tensor:
+    turns = rotations(*heads_SBND.shape[::3], BASE, heads_SBND.device)
+    return rotated(heads_SBND, *turns).to(heads_SBND.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-7), (torch.bfloat16, 1e-4)])
+def test_turned_heads_are_those_of_transformers(dtype, most):
+    """Products and sum are rounded together, not one by one: few results differ, by their last bit.
+
+    mcore's own function would be 2e-3 from transformers' in bf16.
+    """
+    heads_SBND = LONG_SBND.to(dtype)
+    expected = turned_by_transformers(heads_SBND, heads_SBND)[0].double()
+    assert (turned(heads_SBND).double() - expected).norm() < most * expected.norm()
+
+
+def test_turned_bf16_is_rounded_once():
+    """mcore's own function, with cos and sin in bf16, is off by 2.5e-3."""
+    heads_SBND = LONG_SBND.bfloat16()
+    length, _, _, width = heads_SBND.shape
+    exponents = torch.arange(0, width, 2).double() / width
+    angles_SD = torch.outer(torch.arange(length).double(), BASE**-exponents)
+    turns = torch.polar(torch.ones_like(angles_SD), angles_SD)[:, None, None]
+    pairs = torch.complex(*heads_SBND.double().chunk(2, -1)) * turns
+    exact = torch.cat((pairs.real, pairs.imag), -1)
+    error = (turned(heads_SBND).double() - exact).norm() / exact.norm()
+    assert error < 1.7e-3
+
+
+def test_minus_sin_turns_back():
+    """Rotations are orthogonal: this is the gradient, too."""
+    cos, sin = rotations(*LONG_SBND.shape[::3], BASE, LONG_SBND.device)
+    back = rotated(rotated(LONG_SBND, cos, sin), cos, -sin)
+    torch.testing.assert_close(back, LONG_SBND, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("with_residual", [True, False])

@@ -1,15 +1,19 @@
 """Gradients under tensor parallelism against HF, parameter by parameter."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import Olmo2ForCausalLM
 
 from tests.conftest import make_hf_directory
-from tests.runs import make_run, ranks
+from tests.runs import make_run, on_ranks
+from train.data.batches import Batch
+from train.distributed import start
 from train.model import megatron_names
 from train.run.config import load_run
 
@@ -17,7 +21,6 @@ from train.run.config import load_run
 def load_weights(engine, hf_dir: str) -> dict[str, Any]:
     """Put HF weights into an engine of fp32; return its parameters by their global names."""
     from megatron.core import parallel_state
-    from safetensors.torch import load_file
 
     from train.megatron.model import global_parameters
 
@@ -46,10 +49,6 @@ def sequences() -> tuple[torch.Tensor, torch.Tensor]:
 
 def gradients_of_engine(run_dir: str, hf_dir: str, out: str) -> None:
     """Worker, on every rank: load the HF weights, differentiate one batch, save the gradients."""
-    import torch.distributed as dist
-
-    from train.data.batches import Batch
-    from train.distributed import start
     from train.megatron import loss
     from train.megatron.engine import MegatronEngine
 
@@ -75,11 +74,8 @@ def test_gradients_under_tensor_parallelism_equal_hf(tmp_path, inputs, kv_heads)
     """
     run = make_run(tmp_path / "run", **inputs, tensor=2, sequence=kv_heads == 2, kv_heads=kv_heads)
     hf_dir = make_hf_directory(tmp_path / "hf", num_key_value_heads=kv_heads)
-    done = ranks(2, "tests.train.test_gradients", str(tmp_path / "run"), str(hf_dir), str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(2, gradients_of_engine, tmp_path / "run", hf_dir, tmp_path)
     saved = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-
-    from transformers import Olmo2ForCausalLM
 
     model = Olmo2ForCausalLM.from_pretrained(hf_dir, attn_implementation="eager")
     tokens_BS, counted_BS = sequences()
@@ -111,7 +107,3 @@ def test_gradients_under_tensor_parallelism_equal_hf(tmp_path, inputs, kv_heads)
         assert held_out == pytest.approx(
             cross_entropy[4:7][counted_BS[4:7]].mean().item(), abs=1e-5
         )
-
-
-if __name__ == "__main__":
-    gradients_of_engine(*sys.argv[1:])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import environment, make_run, python
+from tests.runs import environment, make_run, python, succeed
 from train.run.metrics import read_metrics
 
 CONTAINER = Path(__file__).parent / "in_container"
@@ -22,8 +22,7 @@ def test_a_training_on_a_cpu_is_the_same_where_transformer_engine_is_installed(t
     variables = environment()
     variables["PYTHONPATH"] = f"{CONTAINER}:{variables['PYTHONPATH']}"
     command = [sys.executable, "-m", "train", "run", str(tmp_path / "with")]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(subprocess.run(command, env=variables, capture_output=True, text=True))
 
     losses = [
         [row.get("loss") for row in read_metrics(tmp_path / name / "metrics.jsonl")]

@@ -67,10 +67,7 @@ def test_weights_do_not_depend_on_threads_or_on_what_follows(monkeypatch):
 
 @pytest.mark.parametrize(
     ("initializer", "digest"),
-    [
-        ("truncated_normal", "0c9b096f7dea13cb"),
-        ("normal", "2973d4801e8ef39a"),
-    ],
+    [("truncated_normal", "0c9b096f7dea13cb"), ("normal", "2973d4801e8ef39a")],
 )
 def test_weights_are_those_of_every_version(initializer, digest):
     """Recorded bytes: a library that draws or rounds otherwise would change every run."""

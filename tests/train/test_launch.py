@@ -6,7 +6,7 @@ import json
 import pytest
 
 from base import gpus
-from tests.runs import error_line, make_run, python, ranks
+from tests.runs import error_line, make_run, python, ranks, succeed
 from tests.train.trajectories import numbers
 from train.run import launch
 from train.run.directory import RunDirectory
@@ -18,8 +18,7 @@ from train.run.parallel import ParallelConfig
 def test_a_profiled_run_has_the_same_losses(trained, tmp_path, inputs):
     directory = RunDirectory(tmp_path / "dp2")
     make_run(directory.path, **inputs)
-    done = ranks(2, "train", "run", str(directory.path), "--profile", "3:5")
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(2, "train", "run", str(directory.path), "--profile", "3:5"))
     assert numbers(directory.path) == numbers(trained("dp2"))
 
     (trace,) = directory.profile.iterdir()
@@ -42,8 +41,7 @@ def test_a_deterministic_run_says_so_and_has_the_losses_but_for_their_last_bits(
     """The sums of the embedding's gradient are added in another order."""
     directory = RunDirectory(tmp_path / "dp1")
     make_run(directory.path, **inputs)
-    done = python("train", "run", str(directory.path), "--deterministic")
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(python("train", "run", str(directory.path), "--deterministic"))
     assert attempts(directory.environment_json)[0]["deterministic"]
     losses, usual = (
         [row["loss"] for row in numbers(path) if "loss" in row]

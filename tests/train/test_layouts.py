@@ -26,8 +26,7 @@ def test_losses_do_not_depend_on_the_layout(trained, layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "reference"),
-    [("pp2", "dp1"), ("tp2pp2", "tp2"), ("sp2", "tp2")],
+    ("layout", "reference"), [("pp2", "dp1"), ("tp2pp2", "tp2"), ("sp2", "tp2")]
 )
 def test_the_first_loss_is_the_same_bit_for_bit(trained, layout, reference):
     """A pipeline changes no sum; of two terms, reduced or scattered, the order does not matter."""

@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tests.runs import make_run, ranks
-from tests.train.test_decay import BATCHES, read
-from tests.train.test_reference import differentiate, plain_model
+from tests.runs import make_run, on_ranks
+from tests.train.plain import differentiate, plain_model
+from tests.train.test_decay import BATCHES, read, train_all
 from train.optimizers.lion import Lion
 from train.optimizers.settings import GroupStep
 from train.planning.memory import checkpoint_bytes, parameter_count, rank_memory
@@ -82,12 +82,8 @@ def test_lion_equals_a_plain_loop_at_every_layout(tmp_path, inputs, engine):
     }
     alone, whole, first, second, split, last = (str(tmp_path / name) for name in names)
     out = tmp_path / "out"
-    for processes, *turns in (
-        (1, alone),
-        (2, whole, f"{first},{second}", f"{split},{last}"),
-    ):
-        done = ranks(processes, "tests.train.test_decay", str(out), *turns)
-        assert done.returncode == 0, done.stderr[-3000:]
+    for processes, *turns in ((1, alone), (2, whole, f"{first},{second}", f"{split},{last}")):
+        on_ranks(processes, train_all, out, *turns)
 
     expected = weights_by_hand(runs["whole"])
     start = dict(plain_model(runs["whole"]).named_parameters())

@@ -1,6 +1,5 @@
 """The verbs of the megatron engine on real ranks: rejected steps, decay, snapshots, slots."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,34 +10,28 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from base.errors import UserError
 from base.files import sha256_of
 from tests.ckpt_tools.checkpoints import read_shards
-from tests.runs import draw_weights, make_run, python, ranks
-from train.engine import Engine
-from train.model.config import ModelConfig
+from tests.runs import draw_weights, make_run, on_ranks
+from train.data.batches import Batch
+from train.distributed import gathered, start
+from train.engine import Engine, StepResult
 from train.optimizers.adamw import AdamW
-from train.run.config import load_run
+from train.run.config import load_run, with_settings
 from train.run.optimization import Lawa
 
 DRAWN = torch.Generator().manual_seed(5)
 BATCHES = [torch.randint(0, 320, (8, 33), generator=DRAWN) for _ in range(6)]
 RATE, DECAY = 1e-2, 0.1
-MODEL = ModelConfig(
-    vocab_size=320,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-)
 
 
 class Rank:
     """One rank of an engine, its directory for snapshots, and the calls that the worker repeats."""
 
     def __init__(self, run_dir: str, out: str) -> None:
-        from train.distributed import start
         from train.megatron.engine import MegatronEngine
 
         run, self.out = load_run(Path(run_dir) / "run.json"), Path(out)
@@ -46,8 +39,6 @@ class Rank:
         draw_weights(self.engine, run)
 
     def snapshot(self, name: str, *, weights_only: bool = False):
-        import torch.distributed as dist
-
         if dist.get_rank() == 0:
             (self.out / name).mkdir()
         dist.barrier()
@@ -55,10 +46,6 @@ class Rank:
 
     def finish(self, name: str, snapshot) -> None:
         """Written in a thread; the names that the ranks return are those of the files."""
-        import torch.distributed as dist
-
-        from train.distributed import gathered
-
         names: list[str] = []
         thread = threading.Thread(target=lambda: names.extend(snapshot.write()))
         thread.start()
@@ -72,8 +59,6 @@ class Rank:
         self.finish(name, self.snapshot(name, **settings))
 
     def steps(self, *indices: int, accept=lambda _: True):
-        from train.data.batches import Batch
-
         batches = [Batch.of(BATCHES[index]).of_replica(self.engine.replica) for index in indices]
         return [self.engine.train_step(batch, RATE, accept) for batch in batches]
 
@@ -89,9 +74,6 @@ def use_engine(run_dir: str, elsewhere: str, out: str) -> None:
 
     The run directory `elsewhere` is of the same run at another layout.
     """
-
-    from train.data.batches import Batch
-    from train.engine import StepResult
 
     rank = Rank(run_dir, out)
     engine = rank.engine
@@ -193,16 +175,10 @@ def reload_slots(run_dir: str, out: str) -> Engine:
 
 def refusals(run_dir: str) -> None:
     """Worker, one process: the line each of these runs is refused with, where there is no GPU."""
-    from base.errors import UserError
-    from train.distributed import start
     from train.megatron.engine import MegatronEngine
-    from train.run.config import with_settings
 
     run, device = load_run(Path(run_dir) / "run.json"), start()
-    for settings in (
-        ['kernels="transformer_engine"'],
-        ['optimizer.undecayed=["q_proj"]'],
-    ):
+    for settings in (['kernels="transformer_engine"'], ['optimizer.undecayed=["q_proj"]']):
         try:
             MegatronEngine(with_settings(run, settings), device)
         except UserError as error:
@@ -221,12 +197,10 @@ def hashes(directory: Path) -> dict[str, str]:
 def test_verbs(tmp_path, inputs, settings):
     optimizer = AdamW(peak_lr=RATE, weight_decay=DECAY, undecayed=("norm", "lm_head"))
     averages = (Lawa(interval_steps=1, window=2),)
-    settings |= {"model": MODEL, "optimizer": optimizer, "averages": averages}
+    settings |= {"optimizer": optimizer, "averages": averages}
     run = make_run(tmp_path / "run", **inputs, **settings)
     make_run(tmp_path / "elsewhere", **inputs, **settings | {"tensor": 1, "pipeline": 2})
-    arguments = [str(tmp_path / "run"), str(tmp_path / "elsewhere"), str(tmp_path)]
-    done = ranks(2, "tests.train.test_megatron_engine", "use", *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(2, use_engine, tmp_path / "run", tmp_path / "elsewhere", tmp_path)
 
     # A rejected or overflowed step leaves no trace, neither at once nor later.
     assert hashes(tmp_path / "rejected") == hashes(tmp_path / "fork")
@@ -251,18 +225,8 @@ def test_verbs(tmp_path, inputs, settings):
 
 def test_what_the_engine_cannot_do_is_refused(tmp_path, inputs):
     make_run(tmp_path / "run", **inputs)
-    done = python("tests.train.test_megatron_engine", "refusals", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels, undecayed = done.stdout.splitlines()
+    kernels, undecayed = on_ranks(1, refusals, tmp_path / "run").stdout.splitlines()
     assert "need a GPU" in kernels
     assert "set kernels to 'torch'" in kernels
     assert "spares some of model.layers.0.self_attn.q_proj.weight" in undecayed
     assert "spare all of them or none" in undecayed
-
-
-if __name__ == "__main__":
-    workers: dict[str, Callable[..., None]] = {
-        "use": use_engine,
-        "refusals": refusals,
-    }
-    workers[sys.argv[1]](*sys.argv[2:])

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.runs import draw_weights, make_run, ranks
+from tests.runs import draw_weights, leave_layout, make_run, on_ranks, save
 from train.averages import slot_names
 from train.data.batches import Batch
-from train.data.config import DataConfig
+from train.distributed import start
 from train.engine import Engine
 from train.engines import build_engine
 from train.model.config import ModelConfig, hf_settings
@@ -27,11 +26,6 @@ from train.run.directory import PROBE
 from train.run.optimization import Ema, Lawa
 from train.run.parallel import ParallelConfig, ZeroConfig
 
-PATHS: dict[str, Any] = {
-    "train_prefix": Path("t"),
-    "held_out_prefix": Path("h"),
-    "tokenizer_dir": Path("k"),
-}
 AVERAGES = (Lawa(interval_steps=1, window=2), Ema(decay=0.9))
 STATE = (
     *("weights", "gradients, fp32", "main weights, fp32", "optimizer states, fp32"),
@@ -57,16 +51,9 @@ def small_model(layers: int, family: str = "olmo2", kv_heads: int = 2) -> ModelC
 
 def small_run(directory: Path, layers: int = 2, replicas: int = 2, **changes) -> RunConfig:
     """Every replica sees one microbatch of two sequences a step."""
-    data = DataConfig(
-        train="t", held_out="h", tokenizer="k", sequence_length=LENGTH, held_out_sequences=1
-    )
-    settings: dict[str, Any] = {
-        "model": small_model(layers),
-        "data": data,
-        "batch_size": 2 * replicas,
-        "micro_batch_size": 2,
-    }
-    return make_run(directory, **PATHS, **(settings | changes))
+    sizes: dict[str, Any] = {"batch_size": 2 * replicas, "micro_batch_size": 2}
+    model = {"model": small_model(layers)}
+    return make_run(directory, data={"sequence_length": LENGTH}, **(model | sizes | changes))
 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:
@@ -124,24 +111,12 @@ def bytes_held(
     }
 
 
-def write_checkpoint(engine: Engine, directory: Path, *, weights_only: bool) -> None:
-    directory.mkdir(exist_ok=True)
-    torch.distributed.barrier()
-    snapshot = engine.snapshot(directory, weights_only=weights_only)
-    snapshot.write()
-    torch.distributed.barrier()
-    snapshot.seal()
-
-
 def build_and_measure(*run_dirs: str) -> None:
     """Worker, on every rank: build an engine for each run in turn, step once and measure."""
-    from train.distributed import start
-
     device = start()
     for run_dir in map(Path, run_dirs):
-        older = living(torch.nn.Module) + living(
-            torch.optim.Optimizer
-        )  # kept alive: their ids stay taken
+        # Kept alive: their ids stay taken.
+        older = living(torch.nn.Module) + living(torch.optim.Optimizer)
         known = set(map(id, older))
         run = load_run(run_dir / "run.json")
         engine = build_engine(run, device)
@@ -162,31 +137,22 @@ def build_and_measure(*run_dirs: str) -> None:
         sizes = {"kept": kept, "held": bytes_held(engine, run, list(weights.values()), optimizers)}
         (run_dir / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(sizes))
         if run.averages:
-            write_checkpoint(engine, run_dir / "whole", weights_only=False)
-            write_checkpoint(engine, run_dir / "weights", weights_only=True)
-        if run.engine == "megatron" and str(run_dir) != run_dirs[-1]:
-            from megatron.core import parallel_state
-
-            parallel_state.destroy_model_parallel()
+            save(engine, run_dir / "whole")
+            save(engine, run_dir / "weights", weights_only=True)
+        leave_layout(run)
     engine.close()
 
 
-@pytest.fixture
-def measured(tmp_path):
-    """`measured(*runs)`: builds engines for runs on two ranks; what each rank measured, by run."""
-
-    def measure(*runs: RunConfig) -> dict[str, list[dict]]:
-        directories = [tmp_path / run.name for run in runs]
-        done = ranks(2, "tests.train.test_memory", *map(str, directories))
-        assert done.returncode == 0, done.stderr[-3000:]
-        return {
-            directory.name: [
-                json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)
-            ]
-            for directory in directories
-        }
-
-    return measure
+def measured(root: Path, *runs: RunConfig) -> dict[str, list[dict]]:
+    """Return by run what each of two ranks measured of the engines of runs below `root`."""
+    directories = [root / run.name for run in runs]
+    on_ranks(2, build_and_measure, *directories)
+    return {
+        directory.name: [
+            json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)
+        ]
+        for directory in directories
+    }
 
 
 def exact_part(run: RunConfig) -> dict[str, int]:
@@ -200,7 +166,7 @@ def bytes_below(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def test_megatron_engine(tmp_path, measured):
+def test_megatron_engine(tmp_path):
     """A rank holds what the plan says, to the byte, and keeps for backward so much within 1%.
 
     At width 128 row statistics and rotary angles, which the plan does not count, weigh as much.
@@ -228,13 +194,11 @@ def test_megatron_engine(tmp_path, measured):
         ),
         small_run(tmp_path / "pp2", 2, 1, parallel=two_stages),
     ]
-    sizes = measured(*runs)
+    sizes = measured(tmp_path, *runs)
     for run in runs:
         ranks = [rank["held"] for rank in sizes[run.name]]
         expected = exact_part(run)
-        if (
-            run.parallel == two_stages
-        ):  # the plan shows the fuller stage: the last one, with a norm more
+        if run.parallel == two_stages:  # the plan shows the last stage, which has a norm more
             assert ranks[1] == expected
             assert sum(ranks[0].values()) == sum(expected.values()) - 128 * 16
         else:
@@ -255,12 +219,12 @@ def test_megatron_engine(tmp_path, measured):
     assert bytes_below(tmp_path / "dp2" / "weights") == pytest.approx(disk.weights_each, rel=0.1)
 
 
-def test_deepspeed_engine(tmp_path, measured):
+def test_deepspeed_engine(tmp_path):
     runs = [
         small_run(tmp_path / "zero1", engine="deepspeed", precision="bf16", averages=AVERAGES),
         small_run(tmp_path / "zero2", engine="deepspeed", zero=ZeroConfig(stage=2)),
     ]
-    sizes = measured(*runs)
+    sizes = measured(tmp_path, *runs)
     for run in runs:
         assert [rank["held"] for rank in sizes[run.name]] == [exact_part(run)] * 2
     disk = checkpoint_bytes(runs[0])
@@ -296,22 +260,16 @@ def test_what_transformers_keeps_for_backward(tmp_path, family, kv_heads, precis
 
 def test_fused_kernels_keep_about_what_the_paper_counts(tmp_path):
     """Korthikanti et al. count 34 s b h bytes in a GPT's layer; OLMo2's layer has some more."""
-    whole, split = layer_activation_bytes(
-        make_run(
-            tmp_path / "run",
-            **PATHS,
-            model=OLMO2_7B,
-            precision="bf16",
-            kernels="transformer_engine",
-        )
-    )
+    kernels: dict[str, Any] = {"precision": "bf16", "kernels": "transformer_engine"}
+    run = make_run(tmp_path / "run", model=OLMO2_7B, **kernels)
+    whole, split = layer_activation_bytes(run)
     assert whole + split == pytest.approx(34 * 4096, rel=0.2)
 
 
 def test_8_bit_products_keep_two_bytes_of_each_weight_in_layers(tmp_path):
     settings: dict[str, Any] = {"model": OLMO2_7B, "kernels": "transformer_engine"}
     eight, sixteen = (
-        rank_memory(make_run(tmp_path / each, **PATHS, **settings, precision=each), 1).components
+        rank_memory(make_run(tmp_path / each, **settings, precision=each), 1).components
         for each in ("mxfp8", "bf16")
     )
     in_layers = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
@@ -328,7 +286,3 @@ def test_checkpoints_of_real_runs(trained, layout):
         probe = (checkpoint / PROBE).stat().st_size
         around = bytes_below(checkpoint) - probe - checkpoint_bytes(run).full_each
         assert 0 < around < 4 * 47 * TENSOR_FILE_BYTES
-
-
-if __name__ == "__main__":
-    build_and_measure(*sys.argv[1:])

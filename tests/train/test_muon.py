@@ -8,23 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from tests.runs import make_run, ranks
-from tests.train.test_decay import BATCHES, read
-from tests.train.test_reference import differentiate, plain_model
-from train.model.config import ModelConfig
+from tests.runs import make_run, on_ranks
+from tests.train.plain import adamw, differentiate, plain_model, update
+from tests.train.test_decay import BATCHES, read, train_all
 from train.optimizers.muon import Muon, orthogonalized
 from train.run.config import RunConfig
 from train.run.schedules import learning_rate
-
-# On two data-parallel ranks, half of three layers ends inside a matrix.
-MODEL = ModelConfig(
-    vocab_size=320,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
 
 
 def direction_by_hand(matrix: Tensor) -> Tensor:
@@ -56,12 +45,7 @@ def weights_by_hand(run: RunConfig) -> dict[str, Tensor]:
     named = dict(model.named_parameters())
     matrices = {name: weight for name, weight in named.items() if "_proj" in name}
     rest = {name: weight for name, weight in named.items() if name not in matrices}
-    spared = rest.pop("model.embed_tokens.weight")
-    groups = [
-        {"params": list(rest.values()), "weight_decay": 0.1},
-        {"params": [spared], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = adamw(rest)
     momentum = {name: torch.zeros_like(weight) for name, weight in matrices.items()}
     for step, tokens_BS in enumerate(BATCHES, 1):
         differentiate(model, tokens_BS)
@@ -69,12 +53,10 @@ def weights_by_hand(run: RunConfig) -> dict[str, Tensor]:
         for name, weight in matrices.items():
             assert weight.grad is not None
             momentum[name] = 0.95 * momentum[name] + 0.05 * weight.grad
-            update = direction_by_hand(0.95 * momentum[name] + 0.05 * weight.grad)
-            update *= 0.2 * math.sqrt(max(weight.shape))
-            weight.data = weight.data * (1 - rate * 0.1) - rate * update.float()
-        for group in adamw.param_groups:
-            group["lr"] = rate
-        adamw.step()
+            direction = direction_by_hand(0.95 * momentum[name] + 0.05 * weight.grad)
+            direction *= 0.2 * math.sqrt(max(weight.shape))
+            weight.data = weight.data * (1 - rate * 0.1) - rate * direction.float()
+        update(optimizer, rate)
     return {name: weight.detach() for name, weight in named.items()}
 
 
@@ -83,22 +65,19 @@ def test_muon_equals_a_plain_loop_at_every_layout(tmp_path, inputs):
 
     Momentum is orthogonalised as whole matrices of HF: grouped keys and values, gate and up.
     """
-    muon: dict[str, Any] = {
-        "model": MODEL,
-        "optimizer": Muon(peak_lr=1e-2),
-    }
-    out, last = str(tmp_path / "out"), {}
+    # On two data-parallel ranks, half of three layers ends inside a matrix.
+    muon: dict[str, Any] = {"layers": 3, "kv_heads": 2, "optimizer": Muon(peak_lr=1e-2)}
+    out, last = tmp_path / "out", {}
     for engine in ("megatron", "deepspeed"):
         first, second = tmp_path / f"{engine}-1", tmp_path / f"{engine}-2"
         tensor = 2 if engine == "megatron" else 1
         make_run(first, **inputs, **muon, engine=engine, tensor=tensor)
         last[second.name] = make_run(second, **inputs, **muon, engine=engine)
-        done = ranks(2, "tests.train.test_decay", out, f"{first},{second}")
-        assert done.returncode == 0, done.stderr[-3000:]
+        on_ranks(2, train_all, out, f"{first},{second}")
     expected = weights_by_hand(last["megatron-2"])
     start = dict(plain_model(last["megatron-2"]).named_parameters())
     for name, run in last.items():
-        weights = read(run, tmp_path / "out" / name)
+        weights = read(run, out / name)
         assert weights.keys() == expected.keys()
         for key, weight in weights.items():
             # A gradient near zero moves a weight of AdamW by the sign of its rounding at first.

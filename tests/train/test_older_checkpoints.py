@@ -6,7 +6,6 @@ tensors of every parameter were set to FACTORS times the weight, and the count o
 """
 
 import shutil
-import sys
 import zlib
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.ckpt_tools.checkpoints import read_shards
-from tests.runs import make_run, ranks
+from tests.runs import make_run, on_ranks, save
+from train.distributed import start
 from train.model.config import ModelConfig, parameter_shapes
 from train.run.config import load_run
 from train.run.optimization import Ema
@@ -40,7 +40,6 @@ def weight(name: str) -> Tensor:
 
 def load(run_dir: str, checkpoint: str, out: str) -> None:
     """Worker: loads the checkpoint, looks at everything and saves it again."""
-    from train.distributed import start
     from train.megatron.engine import MegatronEngine
 
     engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
@@ -50,25 +49,17 @@ def load(run_dir: str, checkpoint: str, out: str) -> None:
         tensors = engine._state._tensors(piece)
         assert tensors.keys() == FACTORS.keys()
         assert all(torch.equal(tensors[key], n * tensors["param"]) for key, n in FACTORS.items())
-    snapshot = engine.snapshot(Path(out), weights_only=True)
-    snapshot.write()
-    snapshot.seal()
+    save(engine, Path(out), weights_only=True)
     engine.close()
 
 
 def test_a_checkpoint_of_megatron_core_0_16_is_read_bit_for_bit(tmp_path, inputs):
     recorded, again = tmp_path / "recorded", tmp_path / "again"
     shutil.unpack_archive(RECORDED, recorded, filter="data")
-    again.mkdir()
     average = Ema(decay=0.5, interval_steps=1)
     make_run(tmp_path / "run", **inputs, model=MODEL, averages=(average,))
-    done = ranks(1, __name__, str(tmp_path / "run"), str(recorded), str(again))
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(1, load, tmp_path / "run", recorded, again)
     for directory in (recorded, again):
         weights = read_shards(directory, MODEL)
         assert weights.keys() == parameter_shapes(MODEL).keys()
         assert all(torch.equal(weights[name], weight(name)) for name in weights)
-
-
-if __name__ == "__main__":
-    load(*sys.argv[1:])

@@ -1,7 +1,6 @@
 """Collectives beside computation change no number: the engine with and without, on real ranks."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +11,9 @@ import torch
 from base.environment import is_rank_zero
 from base.files import write_json
 from tests.ckpt_tools.checkpoints import read_shards
-from tests.runs import draw_weights, make_run, ranks
+from tests.runs import draw_weights, make_run, on_ranks, save
+from train.data.batches import Batch
+from train.distributed import start
 from train.engine import Engine
 from train.optimizers.adamw import AdamW
 from train.run.config import load_run
@@ -30,7 +31,6 @@ class Rank:
     """One rank of an engine, which keeps the figures of what it does."""
 
     def __init__(self, run_dir: Path, mode: str) -> None:
-        from train.distributed import start
         from train.megatron.engine import MegatronEngine
 
         run, self.out = load_run(run_dir / "run.json"), run_dir / mode
@@ -47,18 +47,10 @@ class Rank:
         self.figures.append(self.engine.evaluate(self.batch(3)))
 
     def batch(self, index: int):
-        from train.data.batches import Batch
-
         return Batch.of(BATCHES[index]).of_replica(self.engine.replica)
 
     def save(self, name: str) -> None:
-        import torch.distributed as dist
-
-        (self.out / name).mkdir(parents=True, exist_ok=True)
-        snapshot = self.engine.snapshot(self.out / name, weights_only=False)
-        snapshot.write()
-        dist.barrier()
-        snapshot.seal()
+        save(self.engine, self.out / name)
 
     def average(self) -> None:
         """Evaluate with other weights, right after an update, and return to the own."""
@@ -143,8 +135,7 @@ def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline):
     }
     run = make_run(tmp_path, **inputs, **settings, layers=4, pipeline=pipeline)
     figures = {}
-    done = ranks(processes, "tests.train.test_overlap", str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(processes, use_both, tmp_path)
     for mode in ("overlapped", "plain"):
         figures[mode] = json.loads((tmp_path / mode / "figures.json").read_text())
     norms = {
@@ -157,7 +148,3 @@ def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline):
         weights, others = (read_shards(tmp_path / mode / place, run.model) for mode in figures)
         assert weights.keys() == others.keys()
         assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-if __name__ == "__main__":
-    use_both(*sys.argv[1:])

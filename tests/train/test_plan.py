@@ -1,6 +1,5 @@
 """The plan against sums worked by hand."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ from typer.testing import CliRunner
 
 from tests.runs import make_run
 from train.__main__ import app
-from train.data.config import DataConfig
 from train.model.config import ModelConfig
 from train.model.presets import OLMO2_7B, OLMO2_13B, OLMO2_32B
 from train.planning.flops import GPUS
@@ -20,19 +18,11 @@ from train.run.optimization import Ema, Lawa
 from train.run.parallel import ZeroConfig
 from train.run.saving import SavingConfig
 
-PATHS: dict[str, Any] = {
-    "train_prefix": Path("t"),
-    "held_out_prefix": Path("h"),
-    "tokenizer_dir": Path("k"),
-}
-OLMO2_DATA = DataConfig(
-    train="t", held_out="h", tokenizer="k", sequence_length=4096, held_out_sequences=1
-)
 OLMO2_SETTINGS: dict[str, Any] = {
     "precision": "bf16",
     "batch_size": 1024,
     "micro_batch_size": 1,
-    "data": OLMO2_DATA,
+    "data": {"sequence_length": 4096},
 }
 P_7B = 7_298_617_344
 
@@ -47,10 +37,8 @@ def test_the_300b_ablation(tmp_path, capsys):
             **OLMO2_SETTINGS,
             "micro_batch_size": 4,
         }
-        config = make_run(
-            tmp_path / f"lr{peak_lr}", **PATHS, model=OLMO2_7B, peak_lr=peak_lr, **changes
-        )
-        configs.append(config)
+        directory = tmp_path / f"lr{peak_lr}"
+        configs.append(make_run(directory, model=OLMO2_7B, peak_lr=peak_lr, **changes))
     print_plans(configs, nodes=8, gpus_per_node=8, gpu="h100")
     text = capsys.readouterr().out
     assert "7,298,617,344 parameters, 47.8 GFLOP per token" in text
@@ -90,7 +78,6 @@ def test_disk_of_averages_and_a_branch(tmp_path, capsys):
     """A branch has its own tokens only."""
     config = make_run(
         tmp_path / "branch",
-        **PATHS,
         **OLMO2_SETTINGS,
         model=OLMO2_7B,
         averages=(Lawa(interval_steps=500, window=5), Ema(decay=0.999)),
@@ -124,7 +111,7 @@ def test_what_does_not_fit_and_what_would(tmp_path):
     """
 
     def layouts(name: str, model: ModelConfig, gpus: int, gpu: str) -> list[Layout]:
-        config = make_run(tmp_path / name, **PATHS, **OLMO2_SETTINGS, model=model)
+        config = make_run(tmp_path / name, **OLMO2_SETTINGS, model=model)
         return fitting_layouts(config, gpus, gpus_per_node=8, gpu=GPUS[gpu])
 
     def sizes(choices: list[Layout]) -> list[int]:
@@ -142,7 +129,6 @@ def test_what_does_not_divide(tmp_path, capsys):
     """1,024 sequences do not divide over 24 replicas, and 32 heads not over tensor 3."""
     config = make_run(
         tmp_path / "zero",
-        **PATHS,
         **OLMO2_SETTINGS,
         model=OLMO2_7B,
         engine="deepspeed",
@@ -155,7 +141,7 @@ def test_what_does_not_divide(tmp_path, capsys):
 
 
 def test_refusals_of_the_command(tmp_path):
-    make_run(tmp_path / "run", **PATHS)
+    make_run(tmp_path / "run")
     command = ["plan", str(tmp_path / "run"), "--gpus-per-node", "2", "--gpu"]
     for arguments, reason in (
         (["b200", "--nodes", "1"], "Invalid value for '--gpu'"),

@@ -2,18 +2,15 @@
 
 import json
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from base.files import sha256_of
 from tests.runs import error_line, make_run, ranks
+from tests.train.test_data import index_tokens
 from tests.waiting import HANG_SECONDS
 from train.data.batches import Batch, Replica
-from train.data.config import DataConfig
-from train.data.indexing import index
 from train.run_data import STEPS_AHEAD, Prefetch
 
 
@@ -77,22 +74,9 @@ def test_every_rank_ends_when_one_cannot_read_its_rows(tmp_path, inputs, tokeniz
     tokens = np.ones(64 * 32, "<u2")
     tokens[((step - 1) * 8 + 5) * 32] = 320
     tokens.tofile(tmp_path / "text.npy")
-    index(
-        [tmp_path / "text.npy"],
-        tmp_path / "text",
-        dtype="uint16",
-        vocab_size=321,  # of the index: the model has 320
-        eos_token_id=0,
-        tokenizer_sha256=sha256_of(Path(tokenizer_dir) / "tokenizer.json"),
-    )
-    data = DataConfig(
-        train=str(tmp_path / "text"),
-        held_out=str(inputs["held_out_prefix"]),
-        tokenizer=str(tokenizer_dir),
-        sequence_length=32,
-        held_out_sequences=5,
-        order="sequential",
-    )
+    # The model has 320 tokens.
+    index_tokens([tmp_path / "text.npy"], tmp_path / "text", tokenizer_dir, vocab_size=321)
+    data = {"train": str(tmp_path / "text"), "order": "sequential"}
     make_run(tmp_path / "run", **inputs, data=data)
     line = error_line(ranks(2, "train", "run", str(tmp_path / "run")))
     assert line.startswith(f"error: rank 1 cannot read its batch of step {step}: a batch holds")

@@ -9,7 +9,7 @@ import pytest
 from base.errors import UserError
 from base.frozen import fingerprint
 from tests.interpreter import interpreter
-from tests.runs import error_line, execute, make_run, python, torchrun
+from tests.runs import execute, make_run, refusal, torchrun
 from train.run.config import dump_run, load_run, with_settings
 
 
@@ -72,6 +72,17 @@ REFUSED = {
         lambda run: run.update(zero={"stage": 2}),
         "zero belongs to the deepspeed engine",
     ),
+    "fp8 by torch": (lambda run: run.update(precision="fp8"), "needs kernels 'transformer_engine'"),
+    "fp8 by DeepSpeed": (
+        lambda run: run.update(precision="fp8", engine="deepspeed"),
+        "belongs to the megatron engine; set engine to megatron",
+    ),
+    "a probe in fp8": (
+        lambda run: run.update(
+            precision="fp8", kernels="transformer_engine", probe={"every_steps": 5}
+        ),
+        "set precision to 'bf16' or remove probe",
+    ),
 }
 
 
@@ -80,7 +91,7 @@ def test_a_bad_run_is_refused(tmp_path, inputs, case):
     change, expected = REFUSED[case]
     make_run(tmp_path / "run", **inputs)
     edit(tmp_path / "run", change)
-    assert expected in error_line(python("train", "run", str(tmp_path / "run")))
+    assert expected in refusal(tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
 
 
@@ -105,9 +116,9 @@ def test_a_run_name_cannot_be_reused_with_another_configuration(trained, tmp_pat
     shutil.copytree(trained("dp1"), tmp_path / "run")
     run_json = tmp_path / "run" / "run.json"
     run_json.write_text(run_json.read_text().replace('"seed": 3', '"seed": 8'))
-    assert "use another run name" in error_line(python("train", "run", str(tmp_path / "run")))
+    assert "use another run name" in refusal(tmp_path / "run")
     edit(tmp_path / "run", lambda run: None)
-    assert "belongs to fingerprint" in error_line(python("train", "run", str(tmp_path / "run")))
+    assert "belongs to fingerprint" in refusal(tmp_path / "run")
 
 
 def test_the_tokenizer_must_be_the_one_that_made_the_tokens(tmp_path, inputs):
@@ -116,16 +127,16 @@ def test_the_tokenizer_must_be_the_one_that_made_the_tokens(tmp_path, inputs):
     make_run(tmp_path / "run", **(inputs | {"tokenizer_dir": other}))
     path = other / "tokenizer.json"
     path.write_text(path.read_text() + " ")
-    assert "was not made by" in error_line(python("train", "run", str(tmp_path / "run")))
+    assert "was not made by" in refusal(tmp_path / "run")
     path.unlink()
-    assert "let data.tokenizer name" in error_line(python("train", "run", str(tmp_path / "run")))
+    assert "let data.tokenizer name" in refusal(tmp_path / "run")
 
 
 def test_paths_of_the_wrong_kind_are_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "run" / "run.json").mkdir(parents=True)
-    assert "Not a directory" in error_line(python("train", "run", str(tmp_path / "file")))
-    assert "Is a directory" in error_line(python("train", "run", str(tmp_path / "run")))
+    assert "Not a directory" in refusal(tmp_path / "file")
+    assert "Is a directory" in refusal(tmp_path / "run")
 
 
 def test_settings_make_another_run(tmp_path, inputs):

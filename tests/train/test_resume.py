@@ -1,5 +1,6 @@
 """Stopping, being killed and resuming: nothing changes and nothing complete is lost."""
 
+import fcntl
 import os
 import pickle
 import shutil
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from base.frozen import fingerprint
 from tests.ckpt_tools.checkpoints import seal
-from tests.runs import error_line, make_run, python, ranks, start_ranks
+from tests.runs import make_run, python, ranks, refusal, start_ranks, succeed
 from tests.train.stalled import stalling
 from tests.train.trajectories import numbers, shard_hashes
 from tests.waiting import wait_until
@@ -34,8 +35,7 @@ def test_resumed_run_is_bit_identical(trained, tmp_path, layout):
     again.metrics.write_text(
         "\n".join(rows[:-3]) + "\n" + rows[-3][:20]
     )  # the last lines lost, one of them torn
-    done = ranks(2, "train", "run", str(again.path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(2, "train", "run", str(again.path)))
     assert numbers(again.path) == numbers(whole.path)
     assert shard_hashes(again.checkpoint(20)) == shard_hashes(whole.checkpoint(20))
     assert read_checkpoint_record(again.checkpoint(20)).attempt == 2
@@ -50,8 +50,7 @@ def test_killed_run_keeps_its_checkpoints_and_ends_the_same(trained, tmp_path, i
     killed = start_ranks(1, "tests.train.stalled", *command, variables=never)
     wait_until((directory.checkpoint(10) / CHECKPOINT_JSON).exists, "step 10 saved", killed)
     killed.kill()
-    done = python(*command)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(python(*command))
     assert numbers(directory.path) == numbers(trained("dp1"))
     assert shard_hashes(directory.checkpoint(20)) == shard_hashes(
         trained("dp1") / "checkpoints" / "step00000020"
@@ -69,8 +68,7 @@ def test_a_run_goes_on_from_its_first_checkpoint(trained, tmp_path, incomplete):
         (directory.checkpoint(10) / CHECKPOINT_JSON).unlink()
     else:
         shutil.rmtree(directory.checkpoint(10))
-    done = python("train", "run", str(directory.path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(python("train", "run", str(directory.path)))
     assert numbers(directory.path) == numbers(trained("dp1"))
     for step in (10, 20):
         assert shard_hashes(directory.checkpoint(step)) == shard_hashes(
@@ -90,7 +88,7 @@ def test_a_loss_that_is_not_finite_stops_at_its_step(tmp_path, inputs, save_step
     """The first update overflows: the next loss shows it, or the held-out loss before a save."""
     directory = RunDirectory(tmp_path / "hot")
     make_run(directory.path, **inputs, peak_lr=1e38, save_steps=save_steps)
-    line = error_line(python("train", "run", str(directory.path)))
+    line = refusal(directory.path)
     assert expected in line
     assert "last good checkpoint is step 0" in line
     assert directory.complete_steps() == kept
@@ -103,15 +101,11 @@ def test_a_loss_that_is_not_finite_stops_at_its_step(tmp_path, inputs, save_step
 
 
 def test_two_attempts_cannot_train_one_run(tmp_path, inputs):
-    import fcntl
-
     directory = RunDirectory(tmp_path / "busy")
     make_run(directory.path, **inputs)
     with (directory.path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another process is training" in error_line(
-            python("train", "run", str(directory.path))
-        )
+        assert "another process is training" in refusal(directory.path)
     assert not directory.checkpoints.exists()
 
 

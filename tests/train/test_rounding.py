@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from base.files import write_json
 from ckpt_tools.export import export
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
@@ -24,7 +23,7 @@ from quant_eval.specs import parse_spec
 from tests.conftest import LAYOUTS
 from tests.quant_eval.gptq_reference import eliminate_columns, grid_points
 from tests.quant_eval.specs import grid_spec
-from tests.runs import make_run, python, ranks
+from tests.runs import make_run, python, ranks, succeed
 from tests.train.trajectories import numbers, shard_hashes
 from train.data.corpus import commit_corpus, join_pieces, open_corpus
 from train.forward_record import LinearRecord
@@ -53,8 +52,7 @@ def probed(request, tmp_path_factory, inputs):
     processes, settings = LAYOUTS[request.param]
     directory = RunDirectory(tmp_path_factory.mktemp("probed") / request.param)
     make_run(directory.path, **inputs, **settings, probe=PROBE)
-    done = ranks(processes, "train", "run", str(directory.path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(processes, "train", "run", str(directory.path)))
     return directory, request.param
 
 
@@ -90,8 +88,7 @@ def test_losses_are_those_that_quant_eval_measures_of_the_export(probed, tmp_pat
     export(directory.checkpoint(20), tmp_path / "hf")
     options = [option for spec in SPECS for option in ("--spec", spec)]
     command = ["run", str(tmp_path / "hf"), *options, "--eval", str(tmp_path / "text")]
-    done = python("quant_eval", *command)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(python("quant_eval", *command))
     figures = figures_at(directory, 20)
     for spec in SPECS:
         result = read_result(tmp_path / "hf" / "quant" / spec, Quantization).measured
@@ -186,8 +183,7 @@ def test_a_resumed_run_logs_the_same(probed, tmp_path):
     shutil.rmtree(again.checkpoint(20))
     rows = again.metrics.read_text().splitlines(keepends=True)
     again.metrics.write_text("".join(row for row in rows if '"step": 1' not in row))
-    done = ranks(LAYOUTS[layout][0], "train", "run", str(again.path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(LAYOUTS[layout][0], "train", "run", str(again.path)))
     for step in (15, 20):
         assert figures_at(again, step) == figures_at(directory, step)
     assert len(figures_at(again, 15)) == 1 + 2 * 2 + 4 * 4
@@ -207,8 +203,7 @@ def test_a_pipeline_of_shards_logs_what_one_process_does(tmp_path, inputs):
             "schedule": ScheduleConfig(warmup_tokens=4 * 256, phase=ConstantPhase()),
         }
         make_run(tmp_path / layout, **inputs, **(settings | short), probe=PROBE)
-        done = ranks(processes, "train", "run", str(tmp_path / layout))
-        assert done.returncode == 0, done.stderr[-3000:]
+        succeed(ranks(processes, "train", "run", str(tmp_path / layout)))
         figures.append(figures_at(RunDirectory(tmp_path / layout), 5))
     assert figures[0].keys() == figures[1].keys()
     for name, value in figures[0].items():
@@ -240,15 +235,6 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, inputs, changes, words):
     content["probe"] |= changes
     with pytest.raises(ValidationError, match=words):
         RunConfig.model_validate(content)
-
-
-def test_fp8_is_refused(tmp_path, inputs):
-    run = make_run(tmp_path / "run", **inputs, probe=PROBE)
-    content = run.model_dump(mode="json") | {"precision": "fp8", "kernels": "transformer_engine"}
-    write_json(tmp_path / "run" / "run.json", content)
-    done = python("train", "run", str(tmp_path / "run"))
-    assert done.returncode == 2
-    assert "set precision to 'bf16' or remove probe" in done.stderr
 
 
 def test_specs_are_names_of_quant_eval():

@@ -1,14 +1,11 @@
 """Learning rates against numbers worked by hand and against those Ai2 published."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.runs import make_run
-from train.data.config import DataConfig
-from train.optimizers.adamw import AdamW
 from train.run.optimization import (
     Anneal,
     ConstantPhase,
@@ -20,33 +17,18 @@ from train.run.optimization import (
 from train.run.schedules import learning_rate
 
 STEP = 8 * 32  # tokens of one step
-PATHS: dict[str, Any] = {
-    "train_prefix": Path("train"),
-    "held_out_prefix": Path("held"),
-    "tokenizer_dir": Path("t"),
-}
-OLMO2_7B = {
-    "batch_size": 1024,
-    "data": DataConfig(
-        train="train", held_out="held", tokenizer="t", sequence_length=4096, held_out_sequences=1
-    ),
-}
+OLMO2_7B: dict[str, Any] = {"batch_size": 1024, "data": {"sequence_length": 4096}}
 OLMO2_WARMUP_TOKENS = 8_388_608_000  # 2,000 steps
-PYTHIA_DATA = DataConfig(
-    train="train", held_out="held", tokenizer="t", sequence_length=2048, held_out_sequences=1
-)
+PYTHIA_DATA = {"sequence_length": 2048}
 
 
 @pytest.fixture
 def run(tmp_path):
     """Builds a run with the given schedule."""
 
-    def build(schedule, total_steps, peak_lr=1.0, name="run", **changes):
-        optimizer = AdamW(peak_lr=peak_lr)
-        settings = {"total_steps": total_steps, "save_steps": (total_steps,)} | changes
-        return make_run(
-            tmp_path / name, **PATHS, schedule=schedule, optimizer=optimizer, **settings
-        )
+    def build(schedule, total_steps, peak_lr=1.0, **changes):
+        steps = {"total_steps": total_steps, "save_steps": (total_steps,)}
+        return make_run(tmp_path / "run", schedule=schedule, peak_lr=peak_lr, **(steps | changes))
 
     return build
 
@@ -55,48 +37,44 @@ def rates(config):
     return [learning_rate(config, step) for step in range(config.total_steps + 1)]
 
 
-def test_constant_after_warmup(run):
-    config = run(ScheduleConfig(warmup_tokens=4 * STEP, phase=ConstantPhase()), 6)
-    assert rates(config) == [0, 0.25, 0.5, 0.75, 1, 1, 1]
-
-
-def test_no_warmup_starts_at_the_peak(run):
-    config = run(ScheduleConfig(warmup_tokens=0, phase=ConstantPhase()), 3)
-    assert learning_rate(config, 1) == 1
-
-
-def test_cosine_reaches_its_floor_at_its_own_horizon(run):
-    config = run(
-        ScheduleConfig(warmup_tokens=0, phase=CosinePhase(horizon_tokens=4 * STEP, floor=0.2)), 6
-    )
-    half = 0.2 + 0.8 * (1 + 2**-0.5) / 2  # cos(45 degrees) = 1 / sqrt(2)
-    expected = [1, half, 0.6, 0.2 + 0.8 * (1 - 2**-0.5) / 2, 0.2, 0.2, 0.2]
-    assert rates(config) == pytest.approx(expected)
+COSINE = CosinePhase(horizon_tokens=4 * STEP, floor=0.2)
+HALF = 2**-0.5  # cos(45 degrees)
 
 
 @pytest.mark.parametrize(
-    ("anneal", "expected"),
+    ("warmup_steps", "phase", "anneal", "expected"),
     [
-        (Anneal(start_step=4), [0.75, 0.5, 0.25, 0]),
-        (Anneal(start_step=4, floor=0.2), [0.8, 0.6, 0.4, 0.2]),
-        (Anneal(start_step=4, shape="cosine"), [0.853553, 0.5, 0.146447, 0]),
+        (4, ConstantPhase(), None, [0, 0.25, 0.5, 0.75, 1, 1, 1]),
+        (0, ConstantPhase(), None, [1, 1, 1, 1]),
+        # to the floor at its own horizon
+        (0, COSINE, None, [1, 0.6 + 0.4 * HALF, 0.6, 0.6 - 0.4 * HALF, 0.2, 0.2, 0.2]),
+        (2, ConstantPhase(), Anneal(start_step=4), [0, 0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
         (
-            Anneal(start_step=4, shape="sqrt"),
-            [0.5, 0.292893, 0.133975, 0],
-        ),  # 1 - sqrt of 1/4, 2/4, 3/4, 1
-        (Anneal(start_step=4, shape="sqrt", floor=0.5), [0.75, 0.646447, 0.566987, 0.5]),
+            *(2, ConstantPhase(), Anneal(start_step=4, floor=0.2)),
+            [0, 0.5, 1, 1, 1, 0.8, 0.6, 0.4, 0.2],
+        ),
+        (
+            *(2, ConstantPhase(), Anneal(start_step=4, shape="cosine")),
+            [0, 0.5, 1, 1, 1, 0.853553, 0.5, 0.146447, 0],
+        ),
+        (  # 1 - sqrt of 1/4, 2/4, 3/4, 1
+            *(2, ConstantPhase(), Anneal(start_step=4, shape="sqrt")),
+            [0, 0.5, 1, 1, 1, 0.5, 0.292893, 0.133975, 0],
+        ),
+        (
+            *(2, ConstantPhase(), Anneal(start_step=4, shape="sqrt", floor=0.5)),
+            [0, 0.5, 1, 1, 1, 0.75, 0.646447, 0.566987, 0.5],
+        ),
+        # half way through the cosine the rate is 0.55: two steps of anneal take it to 0.275 and 0
+        (
+            *(0, CosinePhase(horizon_tokens=8 * STEP), Anneal(start_step=4)),
+            [1, 0.965746, 0.868198, 0.722208, 0.55, 0.275, 0],
+        ),
     ],
 )
-def test_warmup_stable_decay(run, anneal, expected):
-    config = run(ScheduleConfig(warmup_tokens=2 * STEP, phase=ConstantPhase(), anneal=anneal), 8)
-    assert rates(config) == pytest.approx([0, 0.5, 1, 1, 1, *expected], abs=1e-6)
-
-
-def test_an_anneal_starts_from_the_rate_the_cosine_had_reached(run):
-    """Half way through the cosine the rate is 0.55; two steps of anneal take it to 0.275 and 0."""
-    phase = CosinePhase(horizon_tokens=8 * STEP)
-    config = run(ScheduleConfig(warmup_tokens=0, phase=phase, anneal=Anneal(start_step=4)), 6)
-    assert [learning_rate(config, step) for step in (4, 5, 6)] == pytest.approx([0.55, 0.275, 0])
+def test_rates_worked_by_hand(run, warmup_steps, phase, anneal, expected):
+    schedule = ScheduleConfig(warmup_tokens=warmup_steps * STEP, phase=phase, anneal=anneal)
+    assert rates(run(schedule, len(expected) - 1)) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +97,7 @@ def test_olmo2_7b(run, peak_lr, step, published):
     phase = CosinePhase(horizon_tokens=5_000_000_000_000)
     config = run(
         ScheduleConfig(warmup_tokens=OLMO2_WARMUP_TOKENS, phase=phase),
-        step if step > 2000 else 2000,
+        max(step, 2000),
         peak_lr,
         **OLMO2_7B,
     )

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from base.errors import UserError
 from tests.runs import make_run
-from train.data.config import DataConfig
 from train.data.corpus import open_corpus
 from train.data.manifest import PLACES, Share, parse_share, place_of
 from train.data.prepare import Selection, prepare
@@ -103,27 +102,12 @@ def test_a_token_file_of_another_tokenizer_is_refused(tmp_path, source, tokenize
 def test_held_out_shares_of_the_text_may_be_measured_on(
     tmp_path, source, tokenizer_dir, held_out, apart
 ):
-    prepare(
-        [source],
-        tokenizer_dir,
-        tmp_path / "train",
-        selection=Selection(share=Share(first=300_000, stop=PLACES)),
-    )
-    prepare(
-        [source],
-        tokenizer_dir,
-        tmp_path / "held_out",
-        selection=Selection(share=held_out) if held_out else Selection(),
-    )
-    data = DataConfig(
-        train=str(tmp_path / "train"),
-        held_out=str(tmp_path / "held_out"),
-        tokenizer=str(tokenizer_dir),
-        sequence_length=32,
-        held_out_sequences=4,
-    )
+    trained_on = Selection(share=Share(first=300_000, stop=PLACES))
+    measured_on = Selection(share=held_out) if held_out else Selection()
+    prepare([source], tokenizer_dir, tmp_path / "train", selection=trained_on)
+    prepare([source], tokenizer_dir, tmp_path / "held_out", selection=measured_on)
     inputs = {"train_prefix": tmp_path / "train", "held_out_prefix": tmp_path / "held_out"}
-    run = make_run(tmp_path / "run", **inputs, tokenizer_dir=tokenizer_dir, data=data)
+    run = make_run(tmp_path / "run", **inputs, tokenizer_dir=tokenizer_dir)
     if apart:
         open_data(run, RunDirectory(tmp_path / "run"), verify_hashes=True)
     else:

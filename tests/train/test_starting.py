@@ -15,9 +15,9 @@ from ckpt_tools.formats.megatron_shards import ShardedTensors
 from ckpt_tools.importing import import_checkpoint
 from tests.ckpt_tools.checkpoints import read_weights, seal
 from tests.conftest import make_hf_directory
-from tests.runs import error_line, make_run, python, ranks
+from tests.runs import make_run, ranks, refusal, succeed
 from tests.sealing import reseal
-from tests.train.test_reference import differentiate
+from tests.train.plain import adamw, differentiate, update
 from train.data.batches import batch
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
@@ -66,21 +66,14 @@ def losses_by_hand(source: Path, run_dir: Path) -> list[float]:
     """Cross-entropy before every update of transformers' model, trained by torch's AdamW."""
     run = load_run(run_dir / "run.json")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    decayed = [weight for name, weight in model.named_parameters() if "embed_tokens" not in name]
-    groups = [
-        {"params": decayed, "weight_decay": 0.1},
-        {"params": [model.get_input_embeddings().weight], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = adamw(dict(model.named_parameters()))
     corpus, losses = open_corpus(run.data.train), []
     for step in range(1, STEPS + 1):
         tokens = torch.from_numpy(
             batch(corpus, step=step, batch_size=8, sequence_length=32, seed=3)
         )
         losses.append(differentiate(model, tokens))
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * (1 - step / STEPS)
-        optimizer.step()
+        update(optimizer, RATE * (1 - step / STEPS))
     return losses
 
 
@@ -106,8 +99,7 @@ def test_training_starts_from_the_imported_weights_with_a_fresh_optimizer(
     processes, settings = LAYOUTS[layout]
     checkpoint = import_as(tmp_path, source)
     start_run(tmp_path / "run", checkpoint, inputs, **settings)
-    done = ranks(processes, "train", "run", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(processes, "train", "run", str(tmp_path / "run")))
     imported = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
     first = read_weights(RunDirectory(tmp_path / "run").checkpoint(0))
     assert first.keys() == imported.keys()
@@ -122,8 +114,7 @@ def test_main_weights_keep_fp32_where_the_model_computes_in_bf16(tmp_path, sourc
     start_run(
         tmp_path / "run", checkpoint, inputs, precision="bf16", total_steps=1, save_steps=(0, 1)
     )
-    done = ranks(2, "train", "run", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(2, "train", "run", str(tmp_path / "run")))
     first = RunDirectory(tmp_path / "run").checkpoint(0)
     imported = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
     stored, model = ShardedTensors(first), load_run(tmp_path / "run" / "run.json").model
@@ -147,7 +138,7 @@ def test_what_does_not_fit_is_refused(tmp_path, source, inputs):
 
     def refused(name: str, **changes: Any) -> str:
         start_run(tmp_path / name, checkpoint, inputs, **changes)
-        line = error_line(python("train", "run", str(tmp_path / name)))
+        line = refusal(tmp_path / name)
         assert not (tmp_path / name / "checkpoints").exists() or not list(
             (tmp_path / name / "checkpoints").iterdir()
         )
@@ -174,7 +165,7 @@ def test_an_engine_that_computes_otherwise_is_refused(tmp_path, source, inputs):
     save_file({**probe, "logits": probe["logits"] * 1.001}, checkpoint / "probe.safetensors")
     seal(checkpoint)
     start_run(tmp_path / "run", checkpoint, inputs)
-    assert "the engine's logits differ" in error_line(python("train", "run", str(tmp_path / "run")))
+    assert "the engine's logits differ" in refusal(tmp_path / "run")
 
 
 def test_another_tokenizer_is_refused(tmp_path, source, inputs, tokenizer_dir):
@@ -192,4 +183,4 @@ def test_another_tokenizer_is_refused(tmp_path, source, inputs, tokenizer_dir):
         "tokenizer_dir": other,
     }
     start_run(tmp_path / "run", checkpoint, prefixes)
-    assert "is not the tokenizer of" in error_line(python("train", "run", str(tmp_path / "run")))
+    assert "is not the tokenizer of" in refusal(tmp_path / "run")

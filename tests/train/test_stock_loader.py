@@ -3,13 +3,13 @@
 On disk they are its `fully_reshardable` format, which `to_save` fills without gathering.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.runs import make_run, ranks
+from tests.runs import make_run, on_ranks
+from train.distributed import start
 from train.run.config import load_run
 from train.run.directory import RunDirectory
 
@@ -18,7 +18,6 @@ def compare(run_dir: str, checkpoint: str) -> None:
     """Worker, on every rank: main weights and moments by mcore's loader and by the engine's."""
     from megatron.core import dist_checkpointing, parallel_state
 
-    from train.distributed import start
     from train.megatron.engine import MegatronEngine
 
     engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
@@ -50,9 +49,4 @@ def compare(run_dir: str, checkpoint: str) -> None:
 def test_stock_megatron_loads_a_checkpoint_at_another_layout(trained, inputs, tmp_path, layout):
     make_run(tmp_path / "dp", **inputs)
     saved = RunDirectory(trained(layout)).checkpoint(20)
-    done = ranks(2, "tests.train.test_stock_loader", str(tmp_path / "dp"), str(saved))
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-if __name__ == "__main__":
-    compare(*sys.argv[1:])
+    on_ranks(2, compare, tmp_path / "dp", saved)

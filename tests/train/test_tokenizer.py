@@ -20,6 +20,7 @@ from train.data.prepare import Selection, prepare
 from train.data.tokenizer import load_tokenizer, special_tokens, vocabulary_size
 
 END = "<|endoftext|>"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:a\nsize 1\n"
 WORDS = "def words(x): return x  # and more of them than four"
 TRUNCATION = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
 PADDING = {
@@ -165,19 +166,20 @@ def test_a_tokenizer_that_draws_its_tokens_is_refused(changed):
         load_tokenizer(directory)
 
 
-def test_a_pointer_is_no_tokenizer(changed):
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer.json", POINTER, r"tokenizer\.json is a Git LFS pointer"),
+        *(
+            ("tokenizer_config.json", f'{{"eos_token": {eos}}}', "(names no eos_token|is damaged)")
+            for eos in ('"\\ud800"', "5", "{}", '{"content": [1]}', "null", '"none"')
+        ),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(changed, file, content, words):
     directory = changed(lambda content: None)
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:a\nsize 1\n"
-    (directory / "tokenizer.json").write_text(pointer)
-    with pytest.raises(UserError, match=r"tokenizer\.json is a Git LFS pointer"):
-        load_tokenizer(directory)
-
-
-@pytest.mark.parametrize("eos", ['"\\ud800"', "5", "{}", '{"content": [1]}', "null", '"none"'])
-def test_an_end_of_text_that_no_tokenizer_has_is_refused(changed, eos):
-    directory = changed(lambda content: None)
-    (directory / "tokenizer_config.json").write_text(f'{{"eos_token": {eos}}}')
-    with pytest.raises(UserError, match=r"tokenizer_config\.json (names no eos_token|is damaged)"):
+    (directory / file).write_text(content)
+    with pytest.raises(UserError, match=words):
         load_tokenizer(directory)
 
 

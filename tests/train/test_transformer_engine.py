@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from base.errors import UserError
 from base.libraries.private_names import USES
-from tests.runs import make_run, python
+from tests.runs import make_run
 from tests.train.transformer_engine_names import RECORD, VERSIONS, derive, taken_names
 from train.model.precision import FP8_RECIPES, dtype_of
 
@@ -108,24 +108,16 @@ def te() -> Iterator[ModuleType]:
         setattr(owners[owner], name, value)
 
 
-class Engine(ModuleType):
+def stand_in(can: dict[str, bool]) -> ModuleType:
     """A stand-in for transformer_engine.pytorch on a GPU of one kind."""
-
-    def __init__(self, can: dict[str, bool]) -> None:
-        super().__init__("transformer_engine.pytorch")
-        for name, answer in can.items():
-            setattr(self, f"is_{name}_available", self._answer(answer))
-
-    @staticmethod
-    def _answer(can: bool) -> Any:
-        def available(return_reason: bool = False) -> tuple[bool, str]:
-            assert return_reason
-            return can, "" if can else "Device compute capability 10.0 or higher required."
-
-        return available
+    engine = ModuleType("transformer_engine.pytorch")
+    for name, answer in can.items():
+        reason = "" if answer else "Device compute capability 10.0 or higher required."
+        vars(engine)[f"is_{name}_available"] = lambda *, return_reason, told=(answer, reason): told
+    return engine
 
 
-def install_stand_in(monkeypatch: pytest.MonkeyPatch, engine: Engine | None) -> None:
+def install_stand_in(monkeypatch: pytest.MonkeyPatch, engine: ModuleType | None) -> None:
     """Have a GPU, and imports of Transformer Engine give the stand-in; None fails the import."""
     package: Any = ModuleType("transformer_engine")
     package.__spec__ = importlib.util.spec_from_loader("transformer_engine", None)
@@ -151,7 +143,7 @@ AMPERE = dict.fromkeys(HOPPER, False)
     ids=["Ampere", "Hopper", "Blackwell"],
 )
 def test_a_gpu_that_cannot_compute_in_a_precision_is_told_in_one_line(monkeypatch, te, can, runs):
-    install_stand_in(monkeypatch, Engine(can))
+    install_stand_in(monkeypatch, stand_in(can))
     for precision in ("fp32", "bf16", *FP8_RECIPES):
         if precision in runs:
             te.check_can_run(precision)
@@ -173,7 +165,7 @@ def test_a_package_that_cannot_be_imported_is_told_in_one_line(monkeypatch, te):
 
 
 def test_a_variable_that_changes_a_recipe_is_refused(monkeypatch, te):
-    install_stand_in(monkeypatch, Engine(BLACKWELL))
+    install_stand_in(monkeypatch, stand_in(BLACKWELL))
     assert te.CHANGE_RECIPES
     for name in te.CHANGE_RECIPES:
         monkeypatch.setenv(name, "1")
@@ -211,22 +203,3 @@ def test_matrices_that_8_bit_kernels_do_not_take_are_refused(
     model = run.model.model_copy(update={"intermediate_size": width})
     with pytest.raises(UserError, match=words):
         te.config_fields(run.model_copy(update={"model": model}))
-
-
-@pytest.mark.parametrize("precision", FP8_RECIPES)
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({}, "needs kernels 'transformer_engine'"),
-        ({"engine": "deepspeed"}, "belongs to the megatron engine; set engine to megatron"),
-    ],
-    ids=["torch's kernels", "DeepSpeed"],
-)
-def test_8_bit_products_need_transformer_engine(tmp_path, inputs, precision, settings, words):
-    make_run(tmp_path, **inputs)
-    path = tmp_path / "run.json"
-    content = json.loads(path.read_text()) | {"precision": precision} | settings
-    path.write_text(json.dumps({name: content[name] for name in content if name != "fingerprint"}))
-    done = python("train", "run", str(tmp_path))
-    assert done.returncode == 2
-    assert words in done.stderr

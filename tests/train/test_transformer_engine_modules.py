@@ -1,12 +1,9 @@
 """Modules and recipes of the real Transformer Engine, where it is installed: they are built on the
 CPU, their kernels are not run.
-
-`python -m tests.train.test_transformer_engine_modules RUN_DIR` is the worker, on one rank.
 """
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +11,8 @@ import pytest
 import torch
 
 from tests.gpu.transformer_engine import BLOCKS
-from tests.runs import make_run, python
+from tests.runs import make_run, on_ranks
+from train.distributed import start
 from train.model.precision import FP8_RECIPES
 from train.run.config import RunConfig, load_run, with_settings
 
@@ -61,8 +59,7 @@ def check_variables() -> None:
 
 
 def build(run_dir: str) -> None:
-    """Build the model with either kernels; compare names, shapes and what a checkpoint has."""
-    from train.distributed import start
+    """Worker: build the model with either kernels; compare names, shapes and what a checkpoint has."""
     from train.megatron.engine import _is_extra
     from train.megatron.model import build_model, initialize_groups, transformer_config
 
@@ -96,9 +93,4 @@ def build(run_dir: str) -> None:
 @pytest.mark.skipif(MISSING, reason="transformer-engine is not installed (make transformer-engine)")
 def test_modules_have_our_parameters_and_recipes_our_blocks(tmp_path, inputs):
     make_run(tmp_path, **inputs, precision="bf16")
-    done = python("tests.train.test_transformer_engine_modules", str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-if __name__ == "__main__":
-    build(sys.argv[1])
+    on_ranks(1, build, tmp_path)

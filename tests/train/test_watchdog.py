@@ -1,6 +1,5 @@
 """A rank that hangs is named, its attempt ended, and the run resumed as if nothing had been."""
 
-import contextlib
 import json
 import os
 import pickle
@@ -12,13 +11,12 @@ from threading import Thread
 import pytest
 
 from study.machine.hardware import Hardware
-from study.pipeline.locks import locked
-from study.pipeline.runner import Runner
+from study.pipeline.runner import Runner, locked
 from study.step import Machine, Step, log_path, torchrun
 from tests.interpreter import interpreter
-from tests.runs import ended, make_run, ranks, start_ranks
+from tests.runs import ended, make_run, ranks, start_ranks, succeed
 from tests.train.stalled import stalling
-from tests.train.trajectories import last_step, numbers
+from tests.train.trajectories import last_step, numbers, saves
 from tests.waiting import wait_until
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts
@@ -57,8 +55,7 @@ def test_a_stopped_rank_is_named_and_the_run_resumed(trained, tmp_path, inputs):
     newest = pickle.loads(trace.read_bytes())["entries"][-1]
     assert newest["state"] != "completed"
 
-    done = ranks(2, *command[:3])
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(2, *command[:3]))
     resumed_from = [each["resumed_from_step"] for each in attempts(directory.environment_json)]
     assert resumed_from == [None, 10]
     assert numbers(directory.path) == numbers(trained("dp2"))
@@ -73,13 +70,7 @@ def test_a_rank_stopped_during_a_save_is_named(tmp_path, inputs):
         2, "tests.train.stalled", *command, variables=stalling(released, save=10)
     )
 
-    def saves() -> Heartbeat | None:
-        with contextlib.suppress(OSError, ValueError):
-            beat = Heartbeat(*json.loads(directory.heartbeat(1).read_text()))
-            return beat if beat.phase == LoopPhase.SAVE and beat.step == 10 else None
-        return None
-
-    wait_until(saves, "a heartbeat of a save", training)
+    wait_until(lambda: saves(directory, 1, step=10), "a heartbeat of a save", training)
     time.sleep(2 * float(HANG))
     assert training.poll() is None  # both are alive
     os.kill(training.pid(rank=1), signal.SIGSTOP)

@@ -1,6 +1,7 @@
 """The equal parts of two trainings of a run: figures of steps, tensors of checkpoints."""
 
 import contextlib
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from base.files import sha256_of
 from tests.runs import environment
 from train.run.directory import PROBE, RunDirectory
 from train.run.metrics import read_metrics
+from train.running.watchdog import Heartbeat, LoopPhase
 
 OF_THIS_MACHINE = {
     *("time", "attempt", "tokens_per_second", "model_flops_per_second", "memory_bytes"),
@@ -76,6 +78,14 @@ def started(
         for stream in (process.stdout, process.stderr):
             if stream:
                 stream.close()
+
+
+def saves(directory: RunDirectory, rank: int, step: int) -> bool:
+    """Return whether a rank has agreed with the others on a step and is about to save."""
+    with contextlib.suppress(OSError, ValueError):
+        beat = Heartbeat(*json.loads(directory.heartbeat(rank).read_text()))
+        return beat.phase == LoopPhase.SAVE and beat.step == step
+    return False
 
 
 def last_step(run_dir: Path) -> int:

@@ -156,20 +156,9 @@ def derive() -> dict[str, list[str]]:
     lacking: dict[str, list[str]] = {name: [] for name in sorted(taken_names())}
     for version in VERSIONS:
         with tempfile.TemporaryDirectory() as place:
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--no-deps",
-                "--only-binary",
-                ":all:",
-                "--dest",
-                place,
-            ]
-            done = subprocess.run(
-                [*command, f"{PACKAGE}=={version}"], capture_output=True, text=True, check=False
-            )
+            pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+            command = [*pip, "--dest", place, f"{PACKAGE}=={version}"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"this needs PyPI: {done.stderr.strip().splitlines()[-1]}")
             release = Release(next(Path(place).glob("*.whl")))

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 from safetensors import safe_open
@@ -38,20 +37,6 @@ from train.run.directory import (
 )
 
 
-class Start(NamedTuple):
-    """The state from which an attempt trains.
-
-    Attributes:
-        step: the updates already made.
-        record: of the checkpoint that was loaded; None at the initial weights.
-        quarantined: steps whose damaged checkpoint was moved away.
-    """
-
-    step: int
-    record: CheckpointRecord | None
-    quarantined: list[int]
-
-
 def resume(
     engine: Engine,
     run: RunConfig,
@@ -59,11 +44,15 @@ def resume(
     *,
     data_sha256: dict[str, str],
     attempt: int,
-) -> Start:
+) -> tuple[int, CheckpointRecord | None, list[int]]:
     """Load the newest full checkpoint, permanent or restart, that is undamaged. All ranks call.
 
     A damaged one is moved to RUN/quarantine, and the one before it is tried. A run at its end needs
     no state: weights alone are enough there, and nothing is loaded.
+
+    Returns:
+        The updates already made, the record of the checkpoint that was loaded (None at the initial
+        weights), and the steps whose damaged checkpoint was moved away.
 
     Raises:
         UserError: all are damaged, or the newest is of another configuration or other data, or it
@@ -82,7 +71,7 @@ def resume(
         if record and not damage:
             if record.is_full:
                 engine.load(checkpoint)
-            return Start(step, record, quarantined)
+            return step, record, quarantined
         quarantined.append(step)
         if dist.get_rank() == 0:
             _quarantine(directory, checkpoint, attempt, str(damage))
@@ -97,14 +86,14 @@ def resume(
     # The first attempt: a parent's checkpoint, an imported one, or drawn weights.
     if run.branch_from:
         record = _load_parent(engine, run, directory, data_sha256)
-        return Start(run.branch_from.step, record, [])
+        return run.branch_from.step, record, []
     if run.start_from:
         checkpoint = imported_checkpoint(run, directory)
         record = _undamaged(checkpoint, "import the model again")
         start_from_import(engine, run, directory, checkpoint, record)
     else:
         engine.start_from(lambda name: initial_parameter(name, run.model, run.seed))
-    return Start(0, None, [])
+    return 0, None, []
 
 
 def _candidates(directory: RunDirectory) -> list[tuple[int, Path]]:

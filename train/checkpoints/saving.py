@@ -208,11 +208,6 @@ class Saver:
         """Return whether this rank is still writing."""
         return self._writing is not None and not self._writing.done()
 
-    def advance(self, *, writing: bool) -> None:
-        """Complete the save, after an update, unless any rank is `writing`."""
-        if not writing:
-            self.flush()
-
     def flush(self) -> None:
         """Wait until every rank has written the last save, then publish it.
 
@@ -234,18 +229,15 @@ class Saver:
         self._pending = []
         self._stalled_seconds += time.monotonic() - began_at
 
-        self._rotate(self._settings.restart_keep)
+        self.rotate(self._settings.restart_keep)
         self._log(
             self._step,
             save_seconds=time.monotonic() - self._began_at,
             save_stall_seconds=self._stalled_seconds,
         )
 
-    def end(self) -> None:
-        """Remove the restart checkpoints of a run that has come to its end."""
-        self._rotate(0)
-
-    def _rotate(self, keep: int) -> None:
+    def rotate(self, keep: int) -> None:
+        """Remove all restart checkpoints but the newest `keep`."""
         if self._rank_zero:
             restarts = self._directory.complete_restarts()
             for step in restarts[: max(0, len(restarts) - keep)]:

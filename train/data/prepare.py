@@ -45,12 +45,7 @@ from train.data.documents import (
     parse_source,
 )
 from train.data.manifest import EVERYTHING, Manifest, Share, SpecialTokens
-from train.data.tokenizer import (
-    TOKENIZER_JSON,
-    load_tokenizer,
-    special_tokens,
-    vocabulary_size,
-)
+from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer, special_tokens, vocabulary_size
 
 PART_JSON = "part.json"
 DOCUMENTS_PER_CALL = 64

@@ -17,13 +17,7 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.deepspeed.checkpoint import StateFiles, read_state
-from train.deepspeed.model import (
-    build_model,
-    hf_parameters,
-    observed,
-    recorded,
-    recorded_linears,
-)
+from train.deepspeed.model import build_model, hf_parameters, observed, recorded, recorded_linears
 from train.deepspeed.setup import deepspeed_config, join
 from train.deepspeed.sharding import by_piece, sharding_of
 from train.engine import Snapshot, StepResult

@@ -4,7 +4,7 @@ Shapes: B sequences, S tokens, W width of a module's output.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -74,17 +74,13 @@ def recorded(model: Any) -> Iterator[dict[str, Tensor]]:
 
         return hook
 
-    handles = [
-        module.register_forward_hook(keep(name, every_token=module is embedding))
-        for name, module in model.named_modules()
-        if module in layers
-        or (module is not lm_head and next(module.parameters(recurse=False), None) is not None)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            has_parameters = next(module.parameters(recurse=False), None) is not None
+            if module in layers or (has_parameters and module is not lm_head):
+                hook = keep(name, every_token=module is embedding)
+                hooks.enter_context(module.register_forward_hook(hook))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _AttentionInputs(TorchFunctionMode):
@@ -107,7 +103,6 @@ class _AttentionInputs(TorchFunctionMode):
 @contextmanager
 def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
     """Record the figures of `Engine.record_forward` in forward passes within the block."""
-    layers = list(model.base_model.layers)
     current = 0  # the layer that is computed
 
     def begin(index: int) -> Any:
@@ -123,14 +118,12 @@ def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
     def attention(query: Tensor, key: Tensor, documents_BS: Tensor | None) -> None:
         record.attention(current, query, key, documents_BS)
 
-    handles = [layer.register_forward_pre_hook(begin(i)) for i, layer in enumerate(layers)]
-    handles += [layer.register_forward_hook(end) for layer in layers]
-    try:
-        with _AttentionInputs(attention):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for index, layer in enumerate(model.base_model.layers):
+            hooks.enter_context(layer.register_forward_pre_hook(begin(index)))
+            hooks.enter_context(layer.register_forward_hook(end))
+        hooks.enter_context(_AttentionInputs(attention))
+        yield
 
 
 @contextmanager
@@ -142,9 +135,7 @@ def recorded_linears(model: Any, names: Sequence[str]) -> Iterator[dict[str, Lin
     def add(name: str) -> Any:
         return lambda _, inputs: records[name].inputs.add(inputs[0])
 
-    handles = [module.register_forward_pre_hook(add(name)) for name, module in modules.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(add(name)))
         yield records
-    finally:
-        for handle in handles:
-            handle.remove()

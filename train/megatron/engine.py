@@ -127,9 +127,9 @@ class MegatronEngine:
         """Yield an HF name and this rank's part for each parameter, once over the tensor ranks."""
         named = global_parameters(self._pipeline.model.module)
         names = {parameter: name for name, parameter in named.items()}
-        for parameter, value in zip(self._state.parameters(), values, strict=True):
-            if param_is_not_tensor_parallel_duplicate(parameter):
-                yield megatron_names.hf_names(names[parameter])[0], value
+        for piece, value in zip(self._state.pieces, values, strict=True):
+            if param_is_not_tensor_parallel_duplicate(piece.parameter):
+                yield megatron_names.hf_names(names[piece.parameter])[0], value
 
     def record_forward(self, batch: Batch) -> ForwardRecord:
         """Return figures of this rank's layers in a forward pass."""

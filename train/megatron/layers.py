@@ -212,11 +212,7 @@ class Olmo2Layer(TransformerLayer):
         rotated = self._normed_and_rotated(query, key)
         with self._recomputed(rotated, lambda: self._normed_and_rotated(query, key)):
             context = attention.core_attention(
-                *rotated,
-                value,
-                mask,
-                attn_mask_type=AttnMaskType.causal,
-                packed_seq_params=packed,
+                *rotated, value, mask, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed
             )
         projected, _ = attention.linear_proj(context)
 

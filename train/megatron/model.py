@@ -28,13 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from train.megatron import transformer_engine
-from train.megatron.layers import (
-    CausalAttention,
-    Embedding,
-    Olmo2Layer,
-    RMSNorm,
-    post_normed,
-)
+from train.megatron.layers import CausalAttention, Embedding, Olmo2Layer, RMSNorm, post_normed
 from train.megatron.loss import Head
 from train.model import megatron_names
 from train.model.config import ModelConfig

@@ -3,6 +3,7 @@
 Weight-decay groups, clipping, and hidden matrices for optimizers that take them whole.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ def register_matrices(run: RunConfig, model: Any, state: OptimizerState) -> None
             slice(0, piece.inner.numel()),
             piece.owner,
             piece.ranks,
-            _Direction(run, settings, names[piece.parameter], piece.parameter.shape),
+            partial(_direction, run, settings, names[piece.parameter], piece.parameter.shape),
         )
         for piece in state.pieces
         if hidden.issuperset(megatron_names.hf_names(names[piece.parameter]))
@@ -135,29 +136,24 @@ def register_matrices(run: RunConfig, model: Any, state: OptimizerState) -> None
     matrices.register(settings, state.inner_optimizer, parts, group)
 
 
-class _Direction:
-    """The direction of a megatron tensor from its shard on this rank, one HF matrix at a time.
+def _direction(
+    run: RunConfig, settings: MatrixOptimizer, name: str, shape: torch.Size, flat: Tensor
+) -> Tensor:
+    """Return the direction of a megatron tensor's shard on this rank, flat, by HF matrices.
 
     Queries, keys, values, gate and up are matrices of their own in HF: the one in which they are
-    fused here is a matter of layout, and a tensor rank's shard even more so.
+    fused here is a matter of layout, and a tensor rank's shard even more so. All tensor ranks call
+    and compute the same.
     """
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    shards = [torch.empty_like(flat) for _ in range(size)] if size > 1 else [flat]
+    if size > 1:
+        dist.all_gather(shards, flat, parallel_state.get_tensor_model_parallel_group())
+    matrix = megatron_names.unshard(name, [shard.view(shape) for shard in shards])
 
-    def __init__(
-        self, run: RunConfig, settings: MatrixOptimizer, name: str, shape: torch.Size
-    ) -> None:
-        self._run, self._settings, self._name, self._shape = run, settings, name, shape
-
-    def __call__(self, flat: Tensor) -> Tensor:
-        """Return the direction of the shard, flat; all tensor ranks call and compute the same."""
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        shards = [torch.empty_like(flat) for _ in range(size)] if size > 1 else [flat]
-        if size > 1:
-            dist.all_gather(shards, flat, parallel_state.get_tensor_model_parallel_group())
-        matrix = megatron_names.unshard(self._name, [shard.view(self._shape) for shard in shards])
-
-        dtype = PARAMETER_DTYPE[self._run.precision]
-        for rows in megatron_names.hf_rows(self._name, self._run.model).values():
-            index = torch.cat([torch.arange(*span, device=flat.device) for span in rows])
-            matrix[index] = self._settings.direction(matrix[index], dtype)
-        return megatron_names.shard(self._name, matrix, rank, size).flatten()
+    dtype = PARAMETER_DTYPE[run.precision]
+    for rows in megatron_names.hf_rows(name, run.model).values():
+        index = torch.cat([torch.arange(*span, device=flat.device) for span in rows])
+        matrix[index] = settings.direction(matrix[index], dtype)
+    return megatron_names.shard(name, matrix, rank, size).flatten()

@@ -49,12 +49,14 @@ class OptimizerState:
 
     Attributes:
         pieces: this rank's parts of parameters, in the order of `weights`.
+        inner_optimizer: that updates the pieces.
     """
 
     def __init__(
         self, optimizer: DistributedOptimizer, states: tuple[str, ...], slot_names: list[str]
     ) -> None:
         self._part: Any = optimizer
+        self.inner_optimizer: GroupStepOptimizer = self._part.optimizer
         self._states = states
         self._group = self._part.data_parallel_group_gloo  # pieces travel between CPUs
         self._rank = dist.get_rank(self._group)
@@ -91,12 +93,6 @@ class OptimizerState:
                     part.optimizer.param_groups[group_index]["params"][order],
                 )
 
-    @property
-    def inner_optimizer(self) -> GroupStepOptimizer:
-        """Return the optimizer that updates the pieces."""
-        inner: GroupStepOptimizer = self._part.optimizer
-        return inner
-
     def weights(self) -> list[Tensor]:
         """Return the fp32 main weights of this rank."""
         return [piece.inner.detach() for piece in self.pieces]
@@ -104,10 +100,6 @@ class OptimizerState:
     def gradients(self) -> list[Tensor]:
         """Return the reduced gradients in the order of `weights`, once they are handed over."""
         return [_gradient(piece) for piece in self.pieces]
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameter of every part of `weights`."""
-        return [piece.parameter for piece in self.pieces]
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a slot in the order of `weights`."""

@@ -8,6 +8,7 @@ Shapes: S tokens, B sequences, N heads, D head size, W width of an output on thi
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
 )
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from train.data.batches import Batch
 from train.distributed import sent_to_rank_zero
@@ -32,12 +32,9 @@ from train.run.directory import PROBE_OUTPUTS
 def probe(pipeline: Pipeline, inputs_BS: Tensor) -> dict[str, Tensor]:
     """Return the outputs of `Engine.probe`: the ranks of the first replica send their parts."""
     recorder = _Recorder(pipeline, length=inputs_BS.shape[1])
-    try:
+    with recorder.hooks:
         recorder.attach(pipeline.model.module)
         logits_SBV = pipeline.logits(inputs_BS)
-    finally:
-        for handle in recorder.handles:
-            handle.remove()
     if logits_SBV is not None:
         recorder.keep("logits", logits_SBV[: recorder.length].transpose(0, 1), shards_features=True)
     parts: dict[str, list[Tensor]] = {}
@@ -57,7 +54,7 @@ class _Recorder:
     def __init__(self, pipeline: Pipeline, length: int) -> None:
         self.length = length
         self.outputs: dict[str, Tensor] = {}
-        self.handles: list[RemovableHandle] = []
+        self.hooks = ExitStack()  # removed when it is left
         self._sequence_parallel = pipeline.run.parallel.sequence
 
     def attach(self, model: Any) -> None:
@@ -107,7 +104,7 @@ class _Recorder:
     def _after(self, module: nn.Module, observe: Callable[[Any, Any], None]) -> None:
         """Call `observe` with the arguments and the output of every forward pass of the module."""
         hook = module.register_forward_hook(lambda _, inputs, output: observe(inputs, output))
-        self.handles.append(hook)
+        self.hooks.enter_context(hook)
 
     def _norm(self, module: nn.Module, before: str, after: str) -> None:
         """Record the input of a norm, the output of the linear before it, and the norm of it.
@@ -143,7 +140,7 @@ class _Recorder:
 
 def record_forward(pipeline: Pipeline, batch: Batch) -> ForwardRecord:
     """Return the figures of `Engine.record_forward` for this rank's layers and heads."""
-    record, handles = ForwardRecord(), []
+    record, hooks = ForwardRecord(), ExitStack()
 
     def watch(layer: Any) -> None:
         index = layer.layer_number - 1  # in the whole model
@@ -159,16 +156,13 @@ def record_forward(pipeline: Pipeline, batch: Batch) -> ForwardRecord:
             record.attention(index, query_BNSD, key_BNSD, documents_BS)
 
         core = layer.self_attention.core_attention
-        handles.append(layer.register_forward_hook(residual))
-        handles.append(core.register_forward_hook(attention, with_kwargs=True))
+        hooks.enter_context(layer.register_forward_hook(residual))
+        hooks.enter_context(core.register_forward_hook(attention, with_kwargs=True))
 
-    try:
+    with hooks:
         for layer in pipeline.model.module.decoder.layers:
             watch(layer)
         pipeline.losses(batch, forward_only=True)
-    finally:
-        for handle in handles:
-            handle.remove()
     return record
 
 
@@ -178,7 +172,7 @@ def record_linears(
     """Return the records of `Engine.record_linears` on the first tensor rank of each stage."""
     if parallel_state.get_data_parallel_rank() != 0:
         return {}
-    records, handles = dict[str, LinearRecord](), []
+    records, hooks = dict[str, LinearRecord](), ExitStack()
 
     def all_inputs(part: Tensor) -> Tensor:
         """Return all inputs of a row-parallel linear, the last axis; every tensor rank calls."""
@@ -187,13 +181,13 @@ def record_linears(
 
     def watch(name: str, module: Any) -> None:
         records[name] = LinearRecord.of(all_inputs(module.weight.detach()))
-        handles.append(
+        hooks.enter_context(
             module.register_forward_pre_hook(
                 lambda _, inputs: records[name].inputs.add(all_inputs(inputs[0]))
             )
         )
 
-    try:
+    with hooks:
         for layer in pipeline.model.module.decoder.layers:
             prefix = f"{megatron_names.LAYERS}{layer.layer_number - 1}"
             for suffix in ("self_attention.linear_proj", "mlp.linear_fc2"):
@@ -204,7 +198,4 @@ def record_linears(
         # One by one: the last may hold fewer sequences, which the stages of a pipeline do not take.
         for microbatch in batch.microbatches(pipeline.run.micro_batch_size, torch.device("cpu")):
             pipeline.losses(microbatch, forward_only=True)
-    finally:
-        for handle in handles:
-            handle.remove()
     return records if parallel_state.get_tensor_model_parallel_rank() == 0 else {}

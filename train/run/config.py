@@ -21,14 +21,7 @@ from train.model.config import ModelConfig
 from train.model.families import TRAINED
 from train.model.precision import FP8_RECIPES, Precision
 from train.optimizers import AnyOptimizer
-from train.run.optimization import (
-    Ema,
-    Lawa,
-    ScheduleConfig,
-    SmallerBatch,
-    SpikeConfig,
-)
-from train.run.optimization import sequences_at as sequences_at_step
+from train.run.optimization import Ema, Lawa, ScheduleConfig, SmallerBatch, SpikeConfig
 from train.run.parallel import ParallelConfig, ZeroConfig
 from train.run.probe import ProbeConfig
 from train.run.saving import SavingConfig
@@ -220,7 +213,12 @@ class RunConfig(Frozen):
 
     def sequences_at(self, step: int) -> int:
         """Return the sequences of all updates up to `step`: where the next one's data begin."""
-        return sequences_at_step(step, self.batch_warmup, self.batch_size)
+        sequences, begin = 0, 0
+        for stage in self.batch_warmup:
+            end = min(step, stage.until_step)
+            sequences += (end - begin) * stage.batch_size
+            begin = end
+        return sequences + (step - begin) * self.batch_size
 
     def tokens_at(self, step: int) -> int:
         """Return the training tokens of all updates up to `step`."""

@@ -174,21 +174,6 @@ class SmallerBatch(Frozen):
     batch_size: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
 
 
-def sequences_at(step: int, stages: tuple[SmallerBatch, ...], batch_size: int) -> int:
-    """Return the sequences of all updates up to `step`: of the stages, then of `batch_size`.
-
-    Example: two steps of 4 and three of 8 sequences.
-        >>> sequences_at(5, (SmallerBatch(until_step=2, batch_size=4),), batch_size=8)
-        32
-    """
-    sequences, begin = 0, 0
-    for stage in stages:
-        end = min(step, stage.until_step)
-        sequences += (end - begin) * stage.batch_size
-        begin = end
-    return sequences + (step - begin) * batch_size
-
-
 class Lawa(Frozen):
     """Latest weight averaging (arXiv 2209.14981): the mean of `window` weights."""
 

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,26 +99,23 @@ def first(mapping):
     return next(iter(mapping.values()))
 
 
-RECORD_DAMAGES = {
-    "relative_path": lambda metadata: without(first(metadata.storage_data), "relative_path"),
-    "offset": lambda metadata: without(first(metadata.storage_data), "offset"),
-    "sizes": lambda metadata: without(first(metadata.state_dict_metadata).chunks[0], "sizes"),
-    "properties": lambda metadata: without(first(metadata.state_dict_metadata), "properties"),
-    "is not a file of it": lambda metadata: vars(first(metadata.storage_data)).update(
-        relative_path="../../a"
-    ),
-    "are no place in": lambda metadata: vars(first(metadata.storage_data)).update(offset=-1),
-    "is outside of it": lambda metadata: vars(first(metadata.state_dict_metadata)).update(
-        size=torch.Size([1])
-    ),
-    "is no shape": lambda metadata: vars(first(metadata.state_dict_metadata)).update(size=[8]),
+# of the first tensor and of its first place in a file
+RECORD_DAMAGES: dict[str, Callable[[Any, Any], None]] = {
+    "relative_path": lambda tensor, stored: without(stored, "relative_path"),
+    "offset": lambda tensor, stored: without(stored, "offset"),
+    "sizes": lambda tensor, stored: without(tensor.chunks[0], "sizes"),
+    "properties": lambda tensor, stored: without(tensor, "properties"),
+    "is not a file of it": lambda tensor, stored: vars(stored).update(relative_path="../../a"),
+    "are no place in": lambda tensor, stored: vars(stored).update(offset=-1),
+    "is outside of it": lambda tensor, stored: vars(tensor).update(size=torch.Size([1])),
+    "is no shape": lambda tensor, stored: vars(tensor).update(size=[8]),
 }
 
 
 @pytest.mark.parametrize("problem", RECORD_DAMAGES)
 def test_a_record_without_a_field_or_with_anothers_is_damaged(checkpoint, problem):
     metadata = read_metadata(checkpoint)
-    RECORD_DAMAGES[problem](metadata)
+    RECORD_DAMAGES[problem](first(metadata.state_dict_metadata), first(metadata.storage_data))
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(UserError, match=rf"\.metadata is damaged \(.*{problem}"):
         read_metadata(checkpoint)

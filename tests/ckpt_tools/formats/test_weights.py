@@ -1,6 +1,4 @@
-"""Reading by the row and writing in shards, against safetensors, torch's own checkpoint reader
-and transformers.
-"""
+"""Rows read and shards written, against safetensors, torch's reader and transformers."""
 
 import json
 import shutil
@@ -33,9 +31,7 @@ from train.run.directory import RunDirectory, read_checkpoint_record
 def rows_of_heads(
     whole: torch.Tensor, heads: int, kv_heads: int, dim: int
 ) -> dict[str, torch.Tensor]:
-    """q, k and v of a fused megatron tensor, row by row as the paper of grouped queries draws
-    it.
-    """
+    """q, k and v of a fused megatron tensor, row by row as grouped queries are drawn."""
     parts: dict[str, list[torch.Tensor]] = {"q": [], "k": [], "v": []}
     row = 0
     for _ in range(kv_heads):
@@ -55,9 +51,7 @@ OTHERS = [name for name in LAYOUTS if name not in (*FORMATS, "ds-zero1")]
     "layout", [*FORMATS, *(pytest.param(name, marks=pytest.mark.stress) for name in OTHERS)]
 )
 def test_megatron_weights_are_what_torch_reads(trained, layout):
-    """The witness loads global tensors whole with torch's own reader and takes them apart by
-    hand.
-    """
+    """The witness loads tensors whole with torch's own reader and takes them apart by hand."""
     checkpoint = trained(layout) / "checkpoints" / "step00000020"
     model = load_run(trained(layout) / "run.json").model
     weights = all_of(open_weights(checkpoint, read_checkpoint_record(checkpoint)))
@@ -139,9 +133,8 @@ TENSORS = {
 def test_shards_are_what_safetensors_reads_whatever_the_number_of_threads(
     tmp_path, monkeypatch, shard_bytes
 ):
-    monkeypatch.setattr(
-        "ckpt_tools.formats.hf_writer.CHUNK_BYTES", 256
-    )  # several chunks of a tensor
+    # several chunks of a tensor
+    monkeypatch.setattr("ckpt_tools.formats.hf_writer.CHUNK_BYTES", 256)
     weights = Random(TENSORS)
     records = {}
     for threads in (1, 2):
@@ -207,13 +200,8 @@ def test_damaged_directories_are_refused(tmp_path, damage, expected):
         HFWeights(tmp_path)
 
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SHAPE: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @pytest.mark.parametrize(
@@ -228,21 +216,17 @@ SHAPE: dict[str, Any] = {
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_streamed_logits_are_those_of_transformers(tmp_path, monkeypatch, config, dtype):
-    monkeypatch.setattr(
-        "ckpt_tools.hf.forward.CHUNK_BYTES", 1000
-    )  # a few rows of a matrix at a time
+    # a few rows of a matrix at a time
+    monkeypatch.setattr("ckpt_tools.hf.forward.CHUNK_BYTES", 1000)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
+    eager: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_config(config, **eager)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.to(dtype).save_pretrained(tmp_path)
     input_ids = torch.randint(320, (2, 21))
-    reference = AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32
-    )
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, **eager)
     with torch.no_grad():
         expected = reference(input_ids).logits
     logits = stream_logits(tmp_path, input_ids)

@@ -1,6 +1,4 @@
-"""A hub on the loopback: as much of huggingface.co's interface as listing and downloading a
-model need.
-"""
+"""A hub on the loopback: as much of huggingface.co as listing and downloading need."""
 
 import hashlib
 import json
@@ -27,9 +25,7 @@ def config_json(model_type: str, **fields: object) -> bytes:
 
 
 def model_files(seed: int) -> dict[str, bytes]:
-    """A repository's files at one revision: weights in two shards, and much that is not to be
-    fetched.
-    """
+    """A repository's files: weights in two shards, and much that is not to be fetched."""
     generator = np.random.default_rng(seed)
     shards = {
         f"model-0000{number}-of-00002.safetensors": save(

@@ -1,6 +1,4 @@
-"""Names of released revisions against figures computed elsewhere and schedules worked
-by hand.
-"""
+"""Names of released revisions against figures computed elsewhere and schedules by hand."""
 
 import csv
 import math
@@ -18,6 +16,7 @@ OLMO2_1B, OLMO2_7B, OLMO2_13B, OLMO2_32B = (
     f"allenai/OLMo-2-{name}" for name in ("0425-1B", "1124-7B", "1124-13B", "0325-32B")
 )
 SMOLLM3, APERTUS = "HuggingFaceTB/SmolLM3-3B-checkpoints", "swiss-ai/Apertus-8B-2509"
+OLMO_1B, OLMO_7B = "allenai/OLMo-1B", "allenai/OLMo-7B"
 OPEN_SCI = "open-sci/open-sci-ref-v0.01-1.7b-nemotron-hq-1T-4096"
 
 
@@ -46,80 +45,42 @@ def test_every_revision_of_the_table_is_known():
         assert checkpoint.source
 
 
+PRE = "pretraining"
+ENDS = {
+    "13B": (596_057 + 11_931) * 8_388_608,
+    "32B": (721_901 + 11_921) * 8_388_608,
+    "Apertus": 4096 * (1024 * 1_678_000 + 2048 * 22_000),
+}
+
+
 @pytest.mark.parametrize(
     ("repo", "revision", "stage", "ingredient", "step", "tokens"),
     [
         (OLMO2_7B, "step150-tokens1B", "stage1", None, 150, 150 * 4_194_304),
         (OLMO2_7B, "stage1-step928646-tokens3896B", "stage1", None, 928_646, 928_646 * 4_194_304),
-        (
-            OLMO2_13B,
-            "stage2-ingredient1-step11931-tokens100B",
-            "stage2",
-            1,
-            11_931,
-            (596_057 + 11_931) * 8_388_608,
-        ),
-        (
-            OLMO2_32B,
-            "stage2-ingredient4-step11921-tokens101B",
-            "stage2",
-            4,
-            11_921,
-            (721_901 + 11_921) * 8_388_608,
-        ),
-        (
-            "allenai/OLMo-1B",
-            "step738020-tokens3095B",
-            "pretraining",
-            None,
-            738_020,
-            738_020 * 4_194_304,
-        ),
-        ("allenai/OLMo-1B", "step20000-tokens84B", "pretraining", None, 20_000, 20_000 * 4_194_304),
-        (
-            "allenai/OLMo-7B",
-            "step452000-tokens2000B",
-            "pretraining",
-            None,
-            452_000,
-            452_000 * 2160 * 2048,
-        ),
+        (OLMO2_13B, "stage2-ingredient1-step11931-tokens100B", "stage2", 1, 11_931, ENDS["13B"]),
+        (OLMO2_32B, "stage2-ingredient4-step11921-tokens101B", "stage2", 4, 11_921, ENDS["32B"]),
+        (OLMO_1B, "step738020-tokens3095B", PRE, None, 738_020, 738_020 * 4_194_304),
+        (OLMO_1B, "step20000-tokens84B", PRE, None, 20_000, 20_000 * 4_194_304),
+        (OLMO_7B, "step452000-tokens2000B", PRE, None, 452_000, 452_000 * 2160 * 2048),
         (SMOLLM3, "stage3-step-4720000", "stage3", None, 4_720_000, 4_720_000 * 2_359_296),
         (SMOLLM3, "lc-4k-to-32k-step-20000", "lc-4k-to-32k", None, 20_000, 4_740_000 * 2_359_296),
         (SMOLLM3, "lc-32k-to-64k-step-16000", "lc-32k-to-64k", None, 16_000, 4_756_000 * 2_359_296),
         (SMOLLM3, "it-LC-expert", "it-LC-expert", None, None, None),
-        (
-            APERTUS,
-            "step1700000-tokens7232B",
-            "pretraining",
-            None,
-            1_700_000,
-            4096 * (1024 * 1_678_000 + 2048 * 22_000),
-        ),
-        (APERTUS, "step2627139-tokens15T", "pretraining", None, 2_627_139, 14_999_997_120_512),
-        (OPEN_SCI, "iter_0058000", "pretraining", None, 58_000, None),
-        (
-            "open-sci/open-sci-ref-v0.01-1.3b-c4-300B-4096",
-            "iter_0242000",
-            "pretraining",
-            None,
-            242_000,
-            None,
-        ),
-        ("LLM360/Amber", "ckpt_358", "pretraining", None, 359 * 762, 359 * 762 * 2240 * 2048),
-        ("EleutherAI/pythia-160m", "step0", "pretraining", None, 0, 0),
-        ("EleutherAI/pythia-12b-deduped", "step512", "pretraining", None, 512, 2**30),
-        ("EleutherAI/pythia-70m", "step143000", "pretraining", None, 143_000, 299_892_736_000),
+        (APERTUS, "step1700000-tokens7232B", PRE, None, 1_700_000, ENDS["Apertus"]),
+        (APERTUS, "step2627139-tokens15T", PRE, None, 2_627_139, 14_999_997_120_512),
+        (OPEN_SCI, "iter_0058000", PRE, None, 58_000, None),
+        ("open-sci/open-sci-ref-v0.01-1.3b-c4-300B-4096", "iter_0242000", PRE, None, 242_000, None),
+        ("LLM360/Amber", "ckpt_358", PRE, None, 359 * 762, 359 * 762 * 2240 * 2048),
+        ("EleutherAI/pythia-160m", "step0", PRE, None, 0, 0),
+        ("EleutherAI/pythia-12b-deduped", "step512", PRE, None, 512, 2**30),
+        ("EleutherAI/pythia-70m", "step143000", PRE, None, 143_000, 299_892_736_000),
     ],
 )
 def test_names_beyond_the_table(repo, revision, stage, ingredient, step, tokens):
     checkpoint = parse_revision(repo, revision)
-    assert (checkpoint.stage, checkpoint.ingredient, checkpoint.step, checkpoint.tokens) == (
-        stage,
-        ingredient,
-        step,
-        tokens,
-    )
+    assert (checkpoint.stage, checkpoint.ingredient) == (stage, ingredient)
+    assert (checkpoint.step, checkpoint.tokens) == (step, tokens)
 
 
 def test_tokens_are_exact_where_the_name_rounds_them():
@@ -160,19 +121,13 @@ def test_tokens_of_a_name_where_no_source_states_the_batch():
 
 
 @pytest.mark.parametrize(
-    ("published", "own"),
-    [
-        ("allenai/OLMo-1B-hf", "allenai/OLMo-1B"),
-        ("allenai/OLMo-7B-hf", "allenai/OLMo-7B"),
-        ("allenai/OLMo-7B-0424-hf", "allenai/OLMo-7B-0424"),
-        ("allenai/OLMo-1B-0724-hf", "allenai/OLMo-1B-0724"),
-        ("allenai/OLMo-7B-0724-hf", "allenai/OLMo-7B-0724"),
-    ],
+    "repo",
+    [OLMO_1B, OLMO_7B, *(f"allenai/OLMo-{name}" for name in ("7B-0424", "1B-0724", "7B-0724"))],
 )
-def test_the_form_of_transformers_is_the_same_trajectory(published, own):
+def test_the_form_of_transformers_is_the_same_trajectory(repo):
     name = "step1000-tokens4B"
-    there, here = parse_revision(published, name), parse_revision(own, name)
-    assert there.model_copy(update={"repo": own}) == here
+    there, here = parse_revision(f"{repo}-hf", name), parse_revision(repo, name)
+    assert there.model_copy(update={"repo": repo}) == here
 
 
 @pytest.mark.parametrize(
@@ -215,11 +170,8 @@ def test_what_no_source_tells_is_unknown(repo, revision):
     [
         (OLMO2_7B, "stage1-step1000-tokens5B", 1.5e-4),  # half of the warm-up
         (OLMO2_7B, "stage1-step2000-tokens9B", 3e-4),  # its end
-        (
-            OLMO2_7B,
-            "stage1-step477000-tokens2001B",
-            2.0707e-4,
-        ),  # configs/annealing/peteish7-from-477000-*.yaml
+        # configs/annealing/peteish7-from-477000-*.yaml
+        (OLMO2_7B, "stage1-step477000-tokens2001B", 2.0707e-4),
         (OLMO2_1B, "stage1-step4000-tokens9B", 4e-4),
         (OLMO2_13B, "stage1-step1000-tokens9B", 9e-4),
         (OLMO2_13B, "stage1-step596057-tokens5001B", 9e-5),  # 10% at the horizon
@@ -254,21 +206,14 @@ def test_corners_of_the_schedules(repo, revision, expected):
     ],
 )
 def test_the_second_stage_goes_on_where_the_first_stopped(repo, last, next_):
-    """The yaml of the 7B's second stage starts at 6.1499e-5, where the cosine stops at
-    6.1351e-5.
-    """
-    first, second = (
-        parse_revision(repo, last).learning_rate,
-        parse_revision(repo, next_).learning_rate,
-    )
+    """The 7B's second stage starts at 6.1499e-5 in its yaml, the cosine stops at 6.1351e-5."""
+    first, second = (parse_revision(repo, name).learning_rate for name in (last, next_))
     assert second == pytest.approx(first, rel=3e-3)
 
 
 @pytest.mark.parametrize("step", [2000, 70_000, 100_000, 115_000, 116_000, 130_000, 143_000])
 def test_pythia_as_gpt_neox_computed_it_then(step):
-    """The formula that EleutherAI/gpt-neox pull request 1008 quotes as the one that Pythia was
-    trained with.
-    """
+    """The formula of Pythia's training, as EleutherAI/gpt-neox pull request 1008 quotes it."""
     iteration = min(step, 143_000 - 1430) - 1430
     expected = max(0.5 * 1e-3 * (1 + math.cos(math.pi * iteration / 143_000)), 1e-4)
     assert parse_revision("EleutherAI/pythia-70m", f"step{step}").learning_rate == pytest.approx(
@@ -279,11 +224,7 @@ def test_pythia_as_gpt_neox_computed_it_then(step):
 @pytest.mark.parametrize(
     ("repo", "revision", "reason"),
     [
-        (
-            "allenai/OLMo-2-1124-8B",
-            "main",
-            "did you mean allenai/OLMo-2-1124-7B? Else take one of allenai/OLMo-2-0425-1B, ",
-        ),
+        ("allenai/OLMo-2-1124-8B", "main", f"did you mean {OLMO2_7B}? Else take one of {OLMO2_1B}"),
         ("open-sci/open-sci-ref-v0.02-1.7b-c4", "main", "not a known trajectory"),
         (OLMO2_7B, "stage1-step55000-tokens231", "such as stage1-step{S}-tokens{T}, "),
         (OLMO2_7B, "stage1-step055000-tokens231B", "not a revision"),
@@ -292,11 +233,8 @@ def test_pythia_as_gpt_neox_computed_it_then(step):
         (OLMO2_7B, "stage1-step55000-tokens231B\n", "not a revision"),
         (OLMO2_13B, "step150-tokens1B", "not a revision"),  # only the 7B has names without stage1
         (OLMO2_7B, "stage1-step55000-tokens462B", "saw 230,686,720,000 tokens"),
-        (
-            OLMO2_13B,
-            "stage1-step55000-tokens231B",
-            "saw 461,373,440,000 tokens",
-        ),  # of the 7B, by its tokens
+        # of the 7B, by its tokens
+        (OLMO2_13B, "stage1-step55000-tokens231B", "saw 461,373,440,000 tokens"),
         (SMOLLM3, "main", "not a revision"),
         (SMOLLM3, "stage4-step-40000", "not a revision"),
         (APERTUS, "step150000-tokens630T", "saw 629,145,600,000 tokens"),

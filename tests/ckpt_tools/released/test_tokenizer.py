@@ -15,6 +15,8 @@ from train.data.tokenizer import load_tokenizer
 TOKENIZER = Tokenizer(WordLevel({"a": 0, "<eos>": 1}, unk_token="a")).to_str().encode()
 CONFIG = json.dumps({"eos_token": "<eos>"}).encode()
 
+FILES = ["merges.txt", "tokenizer.json", "tokenizer_config.json"]
+
 
 @pytest.fixture
 def hub(monkeypatch):
@@ -35,18 +37,10 @@ def test_only_the_tokenizer_comes_and_only_once(hub, tmp_path):
     out = tmp_path / "tokenizer"
     for _ in range(2):
         fetch_tokenizer(REPO, out)
-    assert {path.name for path in out.iterdir()} == {
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "merges.txt",
-    }
+    assert sorted(path.name for path in out.iterdir()) == FILES
     assert (out / "tokenizer.json").read_bytes() == TOKENIZER
     assert load_tokenizer(out)[1] == 1
-    assert sorted(name for _, name in hub.got) == [
-        "merges.txt",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    assert sorted(name for _, name in hub.got) == FILES
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Trajectories of the hub and of local directories: order, choice, table; what is unknown is
-said to be.
-"""
+"""Trajectories of the hub and of directories: order, choice, table, what is unknown."""
 
 import json
 from typing import Any
@@ -70,11 +68,8 @@ def test_of_the_hub(capsys):
     [
         (None, None, [0, 1, 2, 3, 4, 5, 6]),
         (1, None, [0, 1, 2, 3, 4, 5, 6]),
-        (
-            2,
-            None,
-            [0, 2, 3, 4, 5, 6],
-        ),  # the first, the third which is the last; of an ingredient the first, the last
+        # the first, the third which is the last; of an ingredient the first, the last
+        (2, None, [0, 2, 3, 4, 5, 6]),
         (10, None, [0, 2, 3, 4, 5, 6]),
         (10, "stage1", [0, 2]),
         (None, "stage2", [3, 4, 5]),
@@ -83,10 +78,8 @@ def test_of_the_hub(capsys):
 )
 def test_choice(every, stage, kept):
     revisions = [parse_revision(REPO, name) for name in IN_ORDER]
-    assert [
-        IN_ORDER.index(checkpoint.revision)
-        for checkpoint in choose(revisions, every=every, stage=stage)
-    ] == kept
+    chosen = choose(revisions, every=every, stage=stage)
+    assert [IN_ORDER.index(checkpoint.revision) for checkpoint in chosen] == kept
 
 
 def test_the_last_is_kept_once():
@@ -96,13 +89,9 @@ def test_the_last_is_kept_once():
 
 
 def test_order_of_a_trajectory_of_many_stages(tmp_path):
-    names = [
-        "stage1-step-3440000",
-        "stage2-step-3480000",
-        "stage3-step-4240000",
-        "lc-4k-to-32k-step-4000",
-    ]
-    names += ["lc-32k-to-64k-step-4000", "it-mid-training", "it-SFT", "it-soup-APO", "it-LC-expert"]
+    names = ["stage1-step-3440000", "stage2-step-3480000", "stage3-step-4240000"]
+    names += ["lc-4k-to-32k-step-4000", "lc-32k-to-64k-step-4000", "it-mid-training", "it-SFT"]
+    names += ["it-soup-APO", "it-LC-expert"]
     checkpoints = revisions_of(str(directories(tmp_path / "x", names)), family=SMOLLM3)
     assert [checkpoint.revision for checkpoint in checkpoints] == names
 
@@ -125,22 +114,15 @@ def test_of_a_directory(tmp_path, told_by, capsys):
 
 
 def test_of_a_run(trained, tmp_path, capsys):
-    """Real exports: step, tokens and learning rate are those of the run; 8 sequences of 32
-    tokens a step.
-    """
+    """Real exports: step, tokens and rate are the run's; 8 sequences of 32 tokens a step."""
     for step in (20, 10):
         export(
             trained("dp1") / "checkpoints" / f"step{step:08d}", tmp_path / "hf" / f"step{step:08d}"
         )
     average = tmp_path / "hf" / "lawa5x2-step00000020"
     average.mkdir()
-    lineage: dict[str, Any] = {
-        "kind": "average",
-        "run": "dp1",
-        "steps": [18, 20],
-        "tokens": None,
-        "files": {},
-    }
+    lineage: dict[str, Any] = {"kind": "average", "run": "dp1", "steps": [18, 20]}
+    lineage |= {"tokens": None, "files": {}}
     reseal(average / "lineage.json", lineage)
     checkpoints = revisions_of(str(tmp_path / "hf"))
     logged = [

@@ -1,6 +1,4 @@
-"""`-m tests.curvature.architectures.on_ranks OUT NAME...` on several ranks: sharded products of
-variants.
-"""
+"""`-m tests.curvature.architectures.on_ranks OUT NAME...`: sharded products of variants."""
 
 import json
 import sys
@@ -16,9 +14,7 @@ from tests.curvature.conftest import dots_of, random_tokens, tiny_model
 
 
 def products(names: list[str], ranks: Ranks, sharding: Sharding) -> dict[str, Any]:
-    """Loss, slope and v_t'(Hv)_t of every tensor, streamed and from the whole product, by
-    variant.
-    """
+    """Loss, slope and v_t'(Hv)_t of every tensor, streamed and of the whole product, by variant."""
     results: dict[str, Any] = {}
     for name in names:
         hessian = DualHessian(

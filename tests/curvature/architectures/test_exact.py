@@ -29,12 +29,8 @@ from tests.curvature.conftest import (
 from train.model.families import FAMILIES
 
 # Initial weights of std 0.05 and width 64: the rounding of fp32 is what it is in use.
-ORDINARY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "std": 0.05,
-}
+ORDINARY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+ORDINARY |= {"std": 0.05}
 
 
 class Variant(NamedTuple):
@@ -52,9 +48,8 @@ def variant(request) -> Variant:
 
 
 def ordinary(config: dict[str, Any], dtype: torch.dtype):
-    clip = (
-        {"clip_qkv": 1.0} if "clip_qkv" in config else {}
-    )  # 2.5 standard deviations of queries there too
+    # 2.5 standard deviations of queries there too
+    clip = {"clip_qkv": 1.0} if "clip_qkv" in config else {}
     return tiny_model(dtype, **(config | ORDINARY | clip))
 
 
@@ -70,9 +65,7 @@ def test_random_vector_in_float64(variant):
 
 
 def test_columns_of_every_tensor(variant):
-    """Unit vectors at both ends of every tensor reach it alone: a small one cannot hide behind a
-    large one's norm.
-    """
+    """Unit vectors reach every tensor's ends alone: none hides behind a large one's norm."""
     hessian, hessian_PP = dual_hessian(tiny_model(**variant.config)), variant.dense.hessian_PP
     sizes = torch.tensor([shape.numel() for shape in hessian.parameters.shapes.values()])
     ends = sizes.cumsum(0)
@@ -109,9 +102,7 @@ def test_streamed_form_is_that_of_the_dense_hessian(variant):
 
 
 def test_lower_precision_in_a_model_of_ordinary_scale(variant):
-    """fp32 was measured at 1.0e-6 or less, products of matrices in bf16 at 3.1e-2 or less, of
-    all architectures.
-    """
+    """Measured of all architectures: fp32 1.0e-6 or less, bf16 products 3.1e-2 or less."""
     exact = dual_hessian(ordinary(variant.config, torch.float64))
     v_P = exact.parameters.probe(Probe(0, 0))
     loss, slope, hv_P = exact.product(variant.tokens_BS1, v_P)
@@ -149,9 +140,7 @@ def test_every_architecture_has_a_variant_and_its_name():
 
 
 def test_variants_do_what_their_names_say():
-    """Some queries are clipped and some are not, and the rotary tables are scaled, partial, or
-    left out.
-    """
+    """Some queries are clipped, some not; rotary tables are scaled, partial, or left out."""
     clipped, yarn, partial, partly_rotary = (
         tiny_model(**VARIANTS[name])
         for name in ("olmo-clipped", "llama-biases-yarn", "gpt_neox", "smollm3-tied")

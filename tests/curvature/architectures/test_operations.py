@@ -37,9 +37,7 @@ def joint(value, slope):
 
 
 def derivatives(function, *at):
-    """Sum of a function, its derivative along fixed directions u, and the gradient of that and of
-    the values by every leaf.
-    """
+    """Sum of a function, its derivative along fixed u, and by every leaf both gradients."""
     leaves = [leaf.clone().requires_grad_() for leaf in at]
     value = function(*leaves)
     weights = torch.randn(value.shape, generator=generator(9)).double()
@@ -83,9 +81,7 @@ def test_swiglu():
 
 
 def test_xielu_with_its_learned_scalars():
-    """At 0, where the second derivative jumps, and in the strip below it: the derivatives of
-    transformers' branch.
-    """
+    """At 0, where the second derivative jumps, and below: that of transformers' branch."""
     theirs: Any = XIELUActivation(dtype=torch.float64)
     alpha_p, alpha_n = torch.tensor([0.3]).double(), torch.tensor([-0.7]).double()
 

@@ -7,15 +7,15 @@ from base.errors import UserError
 from curvature.dual.blocks import curved_family
 from tests.curvature.architectures.variants import PARTIAL
 
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4}
+TWO_LAYERS = {"max_window_layers": 1, "num_hidden_layers": 2}
+CHUNKED = {"layer_types": ["chunked_attention"], "num_hidden_layers": 1}
+
 
 @pytest.mark.parametrize(
     ("model_type", "settings", "named"),
     [
-        (
-            "granite",
-            {"residual_multiplier": 0.5, "logits_scaling": 2.0},
-            "architecture granite is not known; give one of olmo2, ",
-        ),
+        ("granite", {}, "architecture granite is not known; give one of olmo2, "),
         ("olmo2", {"hidden_act": "gelu"}, "hidden_act silu, this model has gelu"),
         ("olmo2", {"is_causal": False}, "is_causal True, this model has False"),
         ("llama", {"hidden_act": "relu"}, "hidden_act silu, this model has relu"),
@@ -23,24 +23,11 @@ from tests.curvature.architectures.variants import PARTIAL
         ("mistral", {"sliding_window": 4}, "mistral with sliding windows is not supported"),
         (
             "qwen2",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 4,
-                "max_window_layers": 1,
-                "num_hidden_layers": 2,
-            },
+            WINDOWS | {"max_window_layers": 1},
             "qwen2 with sliding windows is not supported",
         ),
-        (
-            "qwen3",
-            {"layer_types": ["chunked_attention"], "num_hidden_layers": 1},
-            "qwen3 with sliding windows is not supported",
-        ),
-        (
-            "smollm3",
-            {"use_sliding_window": True, "sliding_window": 4},
-            "smollm3 with sliding windows is not supported",
-        ),
+        ("qwen3", CHUNKED, "qwen3 with sliding windows is not supported"),
+        ("smollm3", WINDOWS, "smollm3 with sliding windows is not supported"),
         ("apertus", {"hidden_act": "relu2"}, "hidden_act xielu, this model has relu2"),
         ("gpt_neox", {"hidden_act": "gelu_fast"}, "hidden_act gelu, this model has gelu_fast"),
     ],

@@ -1,6 +1,4 @@
-"""Every architecture in shards of two ranks: tied tables with two uses, biases, and xIELU's
-tensors of one entry.
-"""
+"""Every architecture in shards of two ranks: tied tables, biases, xIELU's single entries."""
 
 import json
 

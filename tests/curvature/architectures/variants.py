@@ -1,36 +1,21 @@
-"""Every architecture that the dual layers spell out, with each setting that changes what they
-compute.
-"""
+"""Every architecture of the dual layers, with each setting that changes what they compute."""
 
 from typing import Any
 
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 4,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 4,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
+SCALED = {"rope_theta": 100.0, "original_max_position_embeddings": 4}
+YARN = SCALED | {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = SCALED | {"rope_type": "llama3", "factor": 8.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GROUPED = {"num_key_value_heads": 1}
 TIED = {"tie_word_embeddings": True}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2"} | GROUPED,
     "olmo2-biases-tied": {"model_type": "olmo2", "attention_bias": True} | TIED,
-    "llama-biases-yarn": {
-        "model_type": "llama",
-        "attention_bias": True,
-        "mlp_bias": True,
-        "rope_parameters": YARN,
-    },
+    "llama-biases-yarn": (
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}
+    ),
     "llama-tied": (
         {"model_type": "llama", "head_dim": 6, "rope_parameters": LLAMA3} | TIED | GROUPED
     ),
@@ -43,12 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "apertus": {"model_type": "apertus"} | GROUPED,
     "gpt_neox": {"model_type": "gpt_neox", "rope_parameters": PARTIAL},
     "gpt_neox-sequential-tied": (
-        {
-            "model_type": "gpt_neox",
-            "rope_parameters": PARTIAL,
-            "use_parallel_residual": False,
-            "attention_bias": False,
-        }
-        | TIED
+        {"model_type": "gpt_neox", "rope_parameters": PARTIAL, "use_parallel_residual": False}
+        | {"attention_bias": False, "tie_word_embeddings": True}
     ),
 }

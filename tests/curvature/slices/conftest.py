@@ -13,14 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.olmo2 import modeling_olmo2
 
-from base.cli import run_command
 from curvature.slices.plane import SequenceLosses
-from quant_eval.__main__ import app
 from tests.conftest import make_hf_directory
 from tests.curvature.conftest import (
     Dense,
     _DoubleForFloat,
     dense_hessian,
+    quantize,
     random_tokens,
     tiny_model,
 )
@@ -51,9 +50,7 @@ def dense() -> Dense:
 
 @pytest.fixture
 def curved(monkeypatch, dense) -> Curved:
-    """In float64 throughout: HF's float32 inside norms and softmax would hide what second
-    differences show.
-    """
+    """In float64 throughout: HF's float32 inside norms and softmax hides second differences."""
     monkeypatch.setattr(modeling_olmo2, "torch", _DoubleForFloat())
     tokens = random_tokens(4)
     return Curved(SequenceLosses(tiny_model(), tokens, batch_size=3), dense, tokens)
@@ -74,32 +71,9 @@ def make_family(base: Path, train_prefix: Path, held_out_prefix: Path) -> Family
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.02)
-    previous, quantized = base.parent / f"before-{base.name}", base / "quant" / "rtn-b3-g16"
+    previous = base.parent / f"before-{base.name}"
     model.save_pretrained(previous)
-    arguments = [
-        "quant_eval",
-        "run",
-        base,
-        "--spec",
-        "rtn-b3-g16",
-        "--dense",
-        "--eval-tokens",
-        "5000",
-    ]
-    arguments += [
-        "--calibration",
-        train_prefix,
-        "--eval",
-        held_out_prefix,
-        "--calibration-sequences",
-        "8",
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", list(map(str, arguments)))
-        with pytest.raises(SystemExit) as ended:
-            run_command(app, "quant_eval")
-    assert not ended.value.code
-    return Family(base, previous, quantized)
+    return Family(base, previous, quantize(base, train_prefix, held_out_prefix))
 
 
 @pytest.fixture(scope="session")

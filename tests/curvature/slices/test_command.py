@@ -1,6 +1,4 @@
-"""The command, end to end: against transformers on weights put together by hand, by ranks, and
-with bad input.
-"""
+"""The command: against weights put together by hand, by ranks, and with bad input."""
 
 import json
 import shutil
@@ -13,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from base.cli import run_command
-from curvature.__main__ import app
 from curvature.step.quantized import QuantizationStep
 from tests.conftest import make_hf_directory
+from tests.curvature.conftest import command
 from tests.curvature.slices.conftest import make_family
 from tests.quant_eval.models import make_model
 from tests.runs import ranks
@@ -26,16 +23,12 @@ from train.data.corpus import open_corpus
 SMALL = ["--grid", "5", "--sequences", "10"]  # in two forward passes
 
 
-@pytest.fixture
-def slice_of(monkeypatch, held_out_prefix):
+@pytest.fixture(scope="module")
+def slice_of(held_out_prefix):
     """Runs the command and returns its exit code."""
 
-    def run(model, *options, data=held_out_prefix) -> int:
-        arguments = ["curvature", "slice", model, "--data", data, *SMALL, *options]
-        monkeypatch.setattr("sys.argv", list(map(str, arguments)))
-        with pytest.raises(SystemExit) as ended:
-            run_command(app, "curvature")
-        return int(ended.value.code or 0)
+    def run(model, *options) -> int:
+        return command("slice", model, "--data", held_out_prefix, *SMALL, *options)
 
     return run
 
@@ -45,23 +38,10 @@ def through(family) -> list[Path | str]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, family, held_out_prefix) -> Path:
+def alone(tmp_path_factory, family, slice_of) -> Path:
     """The result directory of the plane through the family, by one process."""
     out = tmp_path_factory.mktemp("alone") / "out"
-    arguments = [
-        "curvature",
-        "slice",
-        family.base,
-        "--data",
-        held_out_prefix,
-        *SMALL,
-        *through(family),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [*map(str, arguments), "--out", str(out)])
-        with pytest.raises(SystemExit) as ended:
-            run_command(app, "curvature")
-    assert not ended.value.code
+    assert slice_of(family.base, *through(family), "--out", out) == 0
     return out
 
 
@@ -71,9 +51,7 @@ def result(alone) -> dict:
 
 
 class Witness:
-    """Weights read file by file, moved in float64, written as a model of their own and measured
-    by its own labels.
-    """
+    """Weights read file by file, moved in float64, and measured as a model of their own."""
 
     def __init__(self, family, held_out_prefix, directory):
         self._family, self._directory = family, directory
@@ -94,11 +72,8 @@ class Witness:
 
     @torch.no_grad()
     def losses(self, weights_P):
-        pieces = (
-            torch.from_numpy(weights_P)
-            .float()
-            .split([tensor.numel() for tensor in self._base.values()])
-        )
+        sizes = [tensor.numel() for tensor in self._base.values()]
+        pieces = torch.from_numpy(weights_P).float().split(sizes)
         tensors = {
             name: piece.view_as(self._base[name])
             for name, piece in zip(self._base, pieces, strict=True)
@@ -153,11 +128,8 @@ def test_result_holds_numbers_with_their_conditions(result, alone, held_out_pref
     assert list(result) == ["model", "spec", "measured", "environment", "sha256"]
     assert sorted(path.name for path in alone.iterdir()) == ["result.json"]
     spec = result["spec"]
-    assert (spec["name"], spec["plane"], spec["quantized"]["spec"]) == (
-        "slice-rtn-b3-g16",
-        "checkpoints",
-        "rtn-b3-g16",
-    )
+    assert (spec["name"], spec["plane"]) == ("slice-rtn-b3-g16", "checkpoints")
+    assert spec["quantized"]["spec"] == "rtn-b3-g16"
     assert spec["data"]["bin_sha256"] == open_corpus(held_out_prefix).manifest.sha256
 
 
@@ -205,28 +177,12 @@ def test_bad_options_end_with_nothing_written(slice_of, capsys, tmp_path, family
     assert not (tmp_path / "out").exists()
 
 
-def test_both_points_are_needed(slice_of, capsys, family):
-    assert slice_of(family.base, "--previous", family.previous) == 2
-    assert "Missing option '--quantized'" in capsys.readouterr().err
-
-
-def test_text_of_another_vocabulary_is_refused(slice_of, capsys, tmp_path, family):
-    small = make_hf_directory(tmp_path / "small", vocab_size=16)
-    points = ["--previous", small, "--quantized", family.quantized]
-    assert slice_of(small, *points) == 2
-    assert "outside the model's vocabulary of 16" in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_weights_that_do_not_belong_together_are_refused(
     slice_of, capsys, tmp_path, family, monkeypatch
 ):
     def refusal(model, previous=family.previous, quantized=family.quantized) -> str:
-        assert (
-            slice_of(
-                model, "--previous", previous, "--quantized", quantized, "--out", tmp_path / "out"
-            )
-            == 2
-        )
+        points = ["--previous", previous, "--quantized", quantized]
+        assert slice_of(model, *points, "--out", tmp_path / "out") == 2
         assert not (tmp_path / "out").exists()
         return capsys.readouterr().err.splitlines()[-1]
 
@@ -246,11 +202,11 @@ def test_weights_that_do_not_belong_together_are_refused(
     assert f"loss at {broken} is nan; give weights that are finite" in refusal(
         family.base, previous=broken
     )
-    with monkeypatch.context() as patch:
-        delta: Any = QuantizationStep.delta
-        patch.setattr(
-            QuantizationStep,
-            "delta",
-            lambda step, name: None if delta(step, name) is None else 1.05 * delta(step, name),
-        )
-        assert "the quantized point has loss" in refusal(family.base)
+    delta: Any = QuantizationStep.delta
+
+    def longer(step, name):
+        exact = delta(step, name)
+        return None if exact is None else 1.05 * exact
+
+    monkeypatch.setattr(QuantizationStep, "delta", longer)
+    assert "the quantized point has loss" in refusal(family.base)

@@ -1,6 +1,4 @@
-"""The picture: levels, interpolation, where the points are, and that what is written does not
-overlap.
-"""
+"""The picture: levels, interpolation, places of points, and words that do not overlap."""
 
 import itertools
 

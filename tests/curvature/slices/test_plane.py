@@ -104,11 +104,6 @@ def test_directions_that_span_no_plane_are_refused():
 
 def test_a_point_without_a_finite_loss_is_named(curved, directions):
     plane = Plane(curved.losses.weights, *directions)
+    points = [PlanePoint(0.0, 0.0), PlanePoint(0.0, math.inf)]
     with pytest.raises(UserError, match=r"x 0, y inf is nan"):
-        losses_at(
-            plane,
-            curved.losses,
-            [PlanePoint(0.0, 0.0), PlanePoint(0.0, math.inf)],
-            start("cpu"),
-            "test",
-        )
+        losses_at(plane, curved.losses, points, start("cpu"), "test")

@@ -2,6 +2,7 @@
 
 import gc
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from base.errors import UserError
 from curvature.spectrum.lanczos import Krylov, RitzPair, Spectrum, lanczos
 from tests.curvature.spectrum.operators import Known, designed, inner, signs
+from tests.curvature.spectrum.split_vectors import SIZE, measure
+from tests.runs import ranks
 
 
 def ends(
@@ -92,23 +95,16 @@ def test_a_loose_tolerance_still_gives_all_pairs():
 
 
 SPECTRA = {
-    "clusters": [
-        *[5 + i * 1e-3 for i in range(6)],
-        *[i / 60 for i in range(60)],
-        *[-2 - i * 1e-3 for i in range(4)],
-    ],
+    "clusters": (
+        [5 + i * 1e-3 for i in range(6)]
+        + [i / 60 for i in range(60)]
+        + [-2 - i * 1e-3 for i in range(4)]
+    ),
     "all negative": [*[-1 - i / 100 for i in range(100)], -0.5, -0.7],
     "largest magnitude negative": [-50.0, *[i / 100 for i in range(1, 100)], 3.0],
-    "outliers and bulk": [
-        58.0,
-        5.7,
-        3.0,
-        2.5,
-        1.2,
-        *[((i - 200) / 200) ** 5 / 10 for i in range(300)],
-        -0.2,
-        -0.15,
-    ],
+    "outliers and bulk": (
+        [58.0, 5.7, 3.0, 2.5, 1.2, -0.2, -0.15] + [((i - 200) / 200) ** 5 / 10 for i in range(300)]
+    ),
 }
 
 
@@ -124,9 +120,7 @@ def test_designed_spectra(name, dtype):
 
 
 def test_what_fp32_cannot_resolve_is_not_called_converged():
-    """Products with an eigenvalue of 1e4 have errors of 1e-7 * 1e4 = 1e-3: little against 100,
-    too much beside 0.2.
-    """
+    """Beside 1e4 products have errors of 1e-7 * 1e4 = 1e-3: little for 100, much for 0.2."""
     known = designed([1e4, 100.0, 1.0, 0.5, *[i / 1000 for i in range(100)], -0.3, -0.2])
     single, double = (
         ends(known.product, signs(106, dtype=dtype), largest=2, smallest=2)
@@ -140,14 +134,9 @@ def test_what_fp32_cannot_resolve_is_not_called_converged():
 
 
 def ghosts_of_the_three_term_recurrence(eigenvalues: Tensor, steps: int) -> int:
-    """Copies of the smallest eigenvalue when nothing is reorthogonalised: T of the textbook
-    recurrence in fp32.
-    """
-    q, last, beta = (
-        torch.ones(len(eigenvalues)) / len(eigenvalues) ** 0.5,
-        torch.zeros(len(eigenvalues)),
-        0.0,
-    )
+    """Copies of the smallest eigenvalue without reorthogonalisation: the textbook in fp32."""
+    q = torch.ones(len(eigenvalues)) / len(eigenvalues) ** 0.5
+    last, beta = torch.zeros(len(eigenvalues)), 0.0
     tridiagonal = torch.zeros(steps, steps, dtype=torch.float64)
     for k in range(steps):
         w = eigenvalues.float() * q - beta * last
@@ -164,16 +153,9 @@ def ghosts_of_the_three_term_recurrence(eigenvalues: Tensor, steps: int) -> int:
 def test_no_ghosts_in_fp32():
     eigenvalues = torch.cat([torch.tensor([-100.0]), torch.linspace(0, 1, 400)]).double()
     assert ghosts_of_the_three_term_recurrence(eigenvalues, 80) > 1
-    start = torch.ones(401)
+    asked: dict[str, Any] = {"largest": 3, "smallest": 3, "tolerance": 1e-3, "max_iterations": 150}
     single, double = (
-        ends(
-            lambda v: eigenvalues.to(v) * v,
-            start.to(dtype),
-            largest=3,
-            smallest=3,
-            tolerance=1e-3,
-            max_iterations=150,
-        )
+        ends(lambda v: eigenvalues.to(v) * v, torch.ones(401, dtype=dtype), **asked)
         for dtype in (torch.float32, torch.float64)
     )
     assert values(single.largest) == pytest.approx(values(double.largest), rel=1e-5)
@@ -186,14 +168,8 @@ def test_no_ghosts_in_fp32():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_more_steps_than_dimensions_invent_nothing(dtype):
     known = designed([9.0, 4.0, 1.0, 0.5, 0.25, -1.0, -2.5])
-    spectrum = ends(
-        known.product,
-        signs(7, dtype=dtype),
-        largest=20,
-        smallest=10,
-        tolerance=1e-3,
-        max_iterations=40,
-    )
+    asked: dict[str, Any] = {"largest": 20, "smallest": 10, "max_iterations": 40}
+    spectrum = ends(known.product, signs(7, dtype=dtype), **asked, tolerance=1e-3)
     assert spectrum.iterations == 7
     assert values(spectrum.largest) == pytest.approx(known.values_P.flip(0).tolist(), rel=1e-5)
     assert values(spectrum.smallest) == pytest.approx(known.values_P.tolist(), rel=1e-5)
@@ -212,25 +188,9 @@ def test_a_multiple_eigenvalue_is_found_once():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_multiple_eigenvalues_in_a_random_basis(dtype):
-    """None is left out, and none comes more often than it is there: rounding in fp32 brings 7 a
-    second time.
-    """
-    whole = [
-        7.0,
-        7.0,
-        7.0,
-        6.0,
-        5.0,
-        4.0,
-        4.0,
-        3.0,
-        *[i / 50 for i in range(50)],
-        -1.0,
-        -2.0,
-        -2.0,
-        -3.0,
-        -3.0,
-    ]
+    """None is left out or comes too often: rounding in fp32 brings 7 a second time."""
+    several = [7.0, 7.0, 7.0, 6.0, 5.0, 4.0, 4.0, 3.0, -1.0, -2.0, -2.0, -3.0, -3.0]
+    whole = several + [i / 50 for i in range(50)]
     spectrum = ends(designed(whole).product, signs(len(whole), dtype=dtype), largest=5, smallest=2)
     for pairs, descending in ((spectrum.largest, True), (spectrum.smallest, False)):
         assert all(pair.converged for pair in pairs)
@@ -257,14 +217,6 @@ def test_an_eigenvalue_of_zero():
     assert early.largest == [RitzPair(0.0, None, converged=False)]
 
 
-def test_results_go_through_json(trained):
-    spectrum = ends(trained.product, signs(len(trained.values_P)), smallest=1)
-    text = json.dumps(
-        [pair._asdict() for pair in spectrum.largest + spectrum.smallest], allow_nan=False
-    )
-    assert [RitzPair(**entry) for entry in json.loads(text)] == spectrum.largest + spectrum.smallest
-
-
 def test_a_product_that_is_not_finite_is_refused():
     known: Known = designed([1.0, 2.0, 3.0])
     calls = iter([1.0, float("nan")])
@@ -273,9 +225,7 @@ def test_a_product_that_is_not_finite_is_refused():
 
 
 def test_a_top_eigenvalue_takes_few_products_and_as_many_vectors(trained):
-    """The value of a dense solver; vectors, counted in every product, come as they are needed,
-    whatever the most is.
-    """
+    """The value of a dense solver; vectors come as they are needed, whatever the most is."""
     size = len(trained.values_P)
     alive = []
 
@@ -296,6 +246,19 @@ def test_a_top_eigenvalue_takes_few_products_and_as_many_vectors(trained):
     assert few.largest == many.largest
     assert few.iterations == many.iterations < 16
     assert few.largest[0].value == pytest.approx(float(trained.values_P[-1]), rel=1e-4)
-    assert (
-        max(alive) <= few.iterations + 4
-    )  # the start, a spare one, one that is judged, and the first call's result
+    # besides the start, a spare one, one that is judged, and the first call's result
+    assert max(alive) <= few.iterations + 4
+
+
+def test_figures_are_those_of_one_process(tmp_path):
+    alone = measure(slice(0, SIZE), lambda part: part)
+    assert alone["values"][0] == pytest.approx(40, rel=1e-10)
+    done = ranks(3, "tests.curvature.spectrum.split_vectors", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, *others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3))
+    assert first["counts"] == alone["counts"]
+    for name in ("values", "moments", "nodes"):
+        assert first[name] == pytest.approx(alone[name], rel=1e-10), name
+    # Below 1e-10 a residual is rounding itself.
+    assert first["residuals"] == pytest.approx(alone["residuals"], abs=1e-10)
+    assert others == [first, first]

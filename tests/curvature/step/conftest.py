@@ -13,15 +13,14 @@ from torch import Tensor
 from transformers.models.olmo2 import modeling_olmo2
 
 from curvature.products.exact import Quadratic
+from tests.conftest import widths
 from tests.curvature.conftest import TINY, _DoubleForFloat, tiny_model
 
 LENGTH = 24
 
 
 def structured_tokens(batch: int, seed: int, length: int = LENGTH) -> Tensor:
-    """Sequences whose every token leaves its successor four choices: something to learn; int64
-    [batch, length + 1].
-    """
+    """Sequences whose tokens have four successors each, to be learnt; int64 [batch, length + 1]."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = int(TINY["vocab_size"])
     columns = [torch.randint(0, vocabulary, (batch,), generator=generator)]
@@ -34,9 +33,7 @@ def structured_tokens(batch: int, seed: int, length: int = LENGTH) -> Tensor:
 
 
 class Line:
-    """Loss at theta + v, and first and second derivative along v by double backward; microbatch
-    `index` is a seed.
-    """
+    """Loss at theta + v and its derivatives along v by double backward; `index` is a seed."""
 
     def __init__(self, model: Any, batch: int, length: int = LENGTH) -> None:
         self.model, self.batch, self.length = model, batch, length
@@ -73,9 +70,7 @@ class Line:
 
 
 def rounded_steps(model: Any, bits: int, group: int = 16) -> dict[str, Tensor]:
-    """Rounded minus given weights of the decoder's linears, in groups on symmetric grids to the
-    largest value.
-    """
+    """Rounded minus given weights of the decoder's linears, in groups on symmetric grids."""
     steps = {}
     for name, weight_OI in model.named_parameters():
         if name.endswith("proj.weight"):
@@ -86,9 +81,7 @@ def rounded_steps(model: Any, bits: int, group: int = 16) -> dict[str, Tensor]:
 
 
 class Trained(NamedTuple):
-    """In float64, with everything that HF hard-codes as float32 in float64 too while a test
-    runs.
-    """
+    """In float64, with all that HF hard-codes as float32 in float64 too while a test runs."""
 
     line: Line
     loss_before: float
@@ -98,12 +91,7 @@ class Trained(NamedTuple):
 @pytest.fixture(scope="package")
 def trained():
     """An OLMo2 of 2 blocks and width 32 after 250 steps of AdamW, and what that did to its loss."""
-    size: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": LENGTH,
-    }
+    size = widths(32, 64, 2, 2, num_hidden_layers=2, max_position_embeddings=LENGTH)
     model = tiny_model(torch.float32, std=0.1, **size)
     line = Line(model, batch=16)
     loss_before = line.moved(0, {})

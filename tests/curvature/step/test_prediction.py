@@ -20,9 +20,7 @@ BATCHES = 3
 
 
 class Quadratics:
-    """Quadratic losses of every microbatch, given by gradients and Hessians, over named slices
-    of one flat vector.
-    """
+    """Quadratic losses by microbatch: gradients and Hessians over named slices of one vector."""
 
     def __init__(self, gradients_MP, hessians_MPP, slices, shapes, cubic=0.0):
         self.gradients_MP, self.hessians_MPP, self.cubic = gradients_MP, hessians_MPP, cubic
@@ -60,9 +58,7 @@ class Quadratics:
 
 
 class Problem:
-    """A tiny OLMo2 with its dense Hessians over three linears of both blocks, and a step in
-    them.
-    """
+    """A tiny OLMo2 with dense Hessians over three linears of both blocks, and a step in them."""
 
     def __init__(self):
         model = tiny_model()
@@ -97,12 +93,9 @@ class Problem:
         }
 
     def predict(self, microbatches=BATCHES, **changes):
-        given: dict[str, Any] = {
-            "evaluate": self.quadratics.evaluate,
-            "loss_moved": self.quadratics.moved,
-            "delta": self.delta,
-        }
-        given |= {"random": self.quadratics.probe} | changes
+        losses = self.quadratics
+        given: dict[str, Any] = {"evaluate": losses.evaluate, "loss_moved": losses.moved}
+        given |= {"random": losses.probe, "delta": self.delta} | changes
         return predict(**given, microbatches=microbatches)
 
 
@@ -198,9 +191,7 @@ def test_random_signs_average_to_trace_and_weighted_diagonal(problem):
 
 
 def test_an_aligned_step_is_told_from_one_along_sharp_weights():
-    """H all ones: the errors add up. H with one large entry where the step is large: the sharp
-    weight moves most.
-    """
+    """H all ones: errors add up. One large entry where the step is large: it moves most."""
     size = 8
     ones, sharp = np.ones((size, size)), np.eye(size)
     sharp[0, 0] = 100.0
@@ -225,9 +216,7 @@ def test_an_aligned_step_is_told_from_one_along_sharp_weights():
 
 
 def test_intervals_of_ratios_cover():
-    """Microbatches drawn anew 400 times: 95% intervals of predicted / measured - 1 and of the
-    curvature ratio.
-    """
+    """Microbatches drawn 400 times: 95% intervals of predicted / measured - 1 and of a ratio."""
     name, generator = "model.layers.0.mlp.up_proj.weight", np.random.default_rng(0)
     delta = {name: torch.ones(2, dtype=torch.float64)}
     covered = np.zeros(2)

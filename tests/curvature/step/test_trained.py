@@ -1,9 +1,6 @@
-"""A trained model: what second order predicts of rounding to 3, 4 and 8 bits, and of which order
-the rest is.
-"""
+"""A trained model: what second order predicts of 3, 4 and 8 bits, and the order of the rest."""
 
 import itertools
-import json
 import math
 from typing import Any
 
@@ -57,9 +54,7 @@ def test_second_order_predicts_four_and_eight_bits(predictions, bits):
 
 
 def test_the_remainder_shrinks_faster_than_the_second_order(predictions):
-    """Third order beside second: as the size of the rounding, but for the sign it takes on a
-    microbatch.
-    """
+    """Third order beside second: as the size of the rounding, but for its sign."""
     relative = {}
     for bits, prediction in predictions.items():
         values = prediction["whole"]["per_microbatch"]
@@ -90,10 +85,3 @@ def test_the_remainder_is_of_third_order(trained, bits):
     ]
     assert orders[-1] == pytest.approx(3, abs=0.15)
     assert abs(orders[-1] - 3) < abs(orders[0] - 3)
-
-
-def test_a_prediction_is_ready_for_json(predictions):
-    for prediction in predictions.values():
-        json.dumps(prediction, allow_nan=False)
-        assert prediction["microbatches"] == MICROBATCHES
-        assert list(prediction["blocks"]) == ["layer0", "layer1"]

@@ -6,7 +6,7 @@ Shapes: B sequences, S positions, P parameters, T tensors, D microbatches of the
 M microbatches of an estimate, K probes of a microbatch.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from curvature.products.exact import Quadratic
 from curvature.products.probes import rademacher
+from tests.conftest import widths
 from tests.curvature.conftest import dense_hessian, tiny_model
 
 VOCABULARY = 12
@@ -32,18 +33,9 @@ def sequences(
 
 
 def trained_model(steps: int = 150):
-    """An OLMo2 of 228 parameters in float64 after a short training on sequences with two
-    successors.
-    """
-    shape: dict[str, Any] = {
-        "hidden_size": 4,
-        "intermediate_size": 4,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-    }
-    model = tiny_model(
-        std=0.3, num_hidden_layers=1, vocab_size=VOCABULARY, rms_norm_eps=1e-2, **shape
-    )
+    """An OLMo2 of 228 parameters in float64, trained a little on text of two successors."""
+    shape = widths(4, 4, 1, 1, num_hidden_layers=1, vocab_size=VOCABULARY)
+    model = tiny_model(std=0.3, rms_norm_eps=1e-2, **shape)
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
     for _ in range(steps):
@@ -64,9 +56,7 @@ class Population(NamedTuple):
     members_PT: Tensor  # 1 where a parameter belongs to a tensor
 
     def traces(self) -> dict[str, float]:
-        """The exact trace of every tensor's diagonal block in the Hessian of the mean loss over
-        all microbatches.
-        """
+        """The exact trace of every tensor's block in the mean Hessian of all microbatches."""
         traces_T = self.hessians_DPP.mean(dim=0).diagonal() @ self.members_PT
         return dict(zip(self.names, traces_T.tolist(), strict=True))
 
@@ -106,9 +96,7 @@ class Population(NamedTuple):
 
 @pytest.fixture(scope="session")
 def population() -> Population:
-    """24 microbatches: half of the text the model was trained on, half of a text with four
-    successors.
-    """
+    """24 microbatches: half of the text that was trained on, half with four successors."""
     model, generator = trained_model(), torch.Generator().manual_seed(1)
     microbatches = [sequences(4, 2 if index % 2 else 4, generator) for index in range(24)]
     hessians_DPP = torch.stack([dense_hessian(model, tokens).hessian_PP for tokens in microbatches])

@@ -53,9 +53,7 @@ def squares(model, loss: Tensor, tokens: int) -> dict[str, float]:
 
 
 def gauss_newton_traces(model, tokens_BS1: Tensor) -> dict[str, float]:
-    """(1/N) sum_n tr J_n'(diag p_n - p_n p_n')J_n by tensor, from the dense Jacobian of the
-    logits.
-    """
+    """(1/N) sum_n tr J_n'(diag p_n - p_n p_n')J_n by tensor, from the logits' dense Jacobian."""
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
     def logits(values: dict[str, Tensor]) -> Tensor:
@@ -96,9 +94,8 @@ def test_expectation_over_all_labels_is_the_gauss_newton_trace(model, monkeypatc
         sample = squares(model, ggn_loss(logits_BSV, tokens_BS1, range(1), seed=0, microbatch=0), 2)
         probability = float(p_NV[0, labels[0]] * p_NV[1, labels[1]])
         mean = {name: value + probability * sample[name] for name, value in mean.items()}
-    assert mean == pytest.approx(
-        gauss_newton_traces(model, tokens_BS1), rel=1e-5
-    )  # HF's norms compute in fp32
+    # HF's norms compute in fp32
+    assert mean == pytest.approx(gauss_newton_traces(model, tokens_BS1), rel=1e-5)
 
 
 def test_expectation_over_all_signs_is_the_fisher_trace(model, monkeypatch):
@@ -161,9 +158,7 @@ def test_result_does_not_depend_on_who_holds_which_sequences(model, draw):
 
 
 def test_labels_invert_the_distribution_function():
-    """Evenly spaced u give each label its probability within one of the count, in the order of
-    the labels.
-    """
+    """Evenly spaced u give each label its probability within one, in the labels' order."""
     probabilities = torch.tensor([0.0, 0.1, 0.0, 0.6, 0.05, 0.25, 0.0], dtype=torch.float64)
     count = 1000
     uniforms_N = (torch.arange(count).double() + 0.5) / count

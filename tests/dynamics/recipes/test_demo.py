@@ -1,11 +1,9 @@
 """The demo: what it promises, checked with numbers worked out by hand."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dynamics.recipes.demo import tiny
 from quant_eval.measuring.sequential import check_spec
@@ -14,9 +12,7 @@ from study.definition import load_study, save_study
 from study.recipes.parts import learning_rate_name
 from study.recipes.resolve import resolve, whole_recipes
 from tests.study.ablation import tiny as four_peaks
-from train.model.config import hf_settings
-from train.model.families import family_of
-from train.run.config import RunConfig
+from tests.study.test_command import without_weights
 from train.run.schedules import learning_rate
 
 PROFILES = ["full", "smoke"]
@@ -94,12 +90,9 @@ def test_tiny_is_the_ablation_in_small():
     # denser in the anneal
     run = runs[0]
     start = run.schedule.anneal.start_step
-    gaps = [
-        later - earlier for earlier, later in zip(run.save_steps, run.save_steps[1:], strict=False)
-    ]
-    before = [gap for gap, step in zip(gaps, run.save_steps[1:], strict=True) if step <= start]
-    after = [gap for gap, step in zip(gaps, run.save_steps[1:], strict=True) if step > start]
-    assert max(after) < min(before)
+    gaps = {later: later - earlier for earlier, later in pairwise(run.save_steps)}
+    before = [gap for step, gap in gaps.items() if step <= start]
+    assert max(gap for step, gap in gaps.items() if step > start) < min(before)
 
 
 @pytest.mark.parametrize(
@@ -128,27 +121,11 @@ def test_models_are_measured_by_rising_step_weights_first():
     }
 
 
-class EmptyModel:
-    """A model of a run without weights, as far as specs are checked against it."""
-
-    def __init__(self, run: RunConfig) -> None:
-        settings = hf_settings(run.model, run.data.sequence_length, 0) | {"num_hidden_layers": 1}
-        self.config: Any = CONFIG_MAPPING[run.model.family](**settings)
-        self.family = family_of(self.config)
-        with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(self.config)
-
-    def empty_linears(self) -> dict[str, nn.Linear]:
-        named = self._model.named_modules()
-        return {name: part for name, part in named if isinstance(part, nn.Linear) and ".0." in name}
-
-
 @pytest.mark.parametrize("profile", ["full", "smoke"])
 @pytest.mark.parametrize("recipe", whole_recipes())
 def test_every_spec_has_a_place(recipe, profile):
     study = resolve(recipe, profile)
-    models = {run.model: run for run in study.trained}
-    for run in models.values():
-        model: Any = EmptyModel(run)
+    for of_run in {run.model for run in study.trained}:
+        model = without_weights(of_run.model_copy(update={"num_hidden_layers": 1}))
         for spec in (*study.quantization.at_the_end, *study.quantization.by_block):
             check_spec(model, parse_spec(spec))

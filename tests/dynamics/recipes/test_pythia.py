@@ -30,6 +30,14 @@ RECIPES = (
 )
 
 
+BLOCK = "gpt_neox.layers.0"
+DECAYED = ("gpt_neox.embed_in.weight", "embed_out.weight", f"{BLOCK}.mlp.dense_4h_to_h.weight")
+UNDECAYED = (
+    *(f"{BLOCK}.mlp.dense_4h_to_h.bias", f"{BLOCK}.input_layernorm.weight"),
+    "gpt_neox.final_layer_norm.weight",
+)
+
+
 def runs_of(recipe: str, profile: str = "full") -> dict[str, RunConfig]:
     """The runs of a recipe, less the controls that its design adds; tests of their own are there."""
     trained = resolve(recipe, profile).trained
@@ -85,14 +93,12 @@ def test_schedules_share_all_but_the_way_down():
     assert list(runs) == ["cosine-lr1e-3", "wsd-lr1e-3", "cosine-lr3e-3", "wsd-lr3e-3"]
     for peak in ("lr1e-3", "lr3e-3"):
         cosine, wsd = runs[f"cosine-{peak}"], runs[f"wsd-{peak}"]
-        assert content(cosine, "name", "schedule", "saving") == content(
-            wsd, "name", "schedule", "saving"
-        )
+        first, second = (content(run, "name", "schedule", "saving") for run in (cosine, wsd))
+        assert first == second
         assert learning_rate(cosine, 190_000) == pytest.approx(cosine.optimizer.peak_lr / 10)
         # a quarter of the way from the warm-up to the end: 0.1 + 0.9 (1 + cos(pi/4)) / 2 = 0.868198
-        assert learning_rate(cosine, 1_900 + 188_100 // 4) == pytest.approx(
-            0.868198 * cosine.optimizer.peak_lr
-        )
+        rate = learning_rate(cosine, 1_900 + 188_100 // 4)
+        assert rate == pytest.approx(0.868198 * cosine.optimizer.peak_lr)
 
 
 def test_budgets_have_the_cooldowns_of_the_landscape():
@@ -187,22 +193,8 @@ def test_training_is_plainlms(recipe):
         for run in runs_of(recipe, profile).values():
             assert run.engine == "deepspeed"
             assert run.model.family == "gpt_neox"
-            decayed = [
-                run.optimizer.decays(name)
-                for name in (
-                    *(
-                        "gpt_neox.embed_in.weight",
-                        "embed_out.weight",
-                        "gpt_neox.layers.0.mlp.dense_4h_to_h.weight",
-                    ),
-                    *(
-                        "gpt_neox.layers.0.mlp.dense_4h_to_h.bias",
-                        "gpt_neox.layers.0.input_layernorm.weight",
-                    ),
-                    "gpt_neox.final_layer_norm.weight",
-                )
-            ]
-            assert decayed == [True] * 3 + [False] * 3
+            assert all(map(run.optimizer.decays, DECAYED))
+            assert not any(map(run.optimizer.decays, UNDECAYED))
             assert run.optimizer.z_loss == 0
 
 

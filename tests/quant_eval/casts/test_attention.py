@@ -21,39 +21,36 @@ from transformers.models.mamba.modeling_mamba import MambaBlock
 
 from base.errors import UserError
 from base.ranks import ALONE
-from ckpt_tools.formats.hf_weights import HFWeights
 from quant_eval.casts.attention import (
     CacheCast,
     CacheRanges,
-    RotatedCast,
     TokenCast,
     attach,
     cast_cache,
     watch_cache,
 )
 from quant_eval.measuring.walk import Variant, walk
-from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.model.streamed import Block
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
 from quant_eval.tasks.measurement import quantized_model
 from quant_eval.transforms.placement import Places, places_of
-from tests.quant_eval.models import ARCHITECTURES, make_model, run_settings
+from tests.quant_eval.models import ARCHITECTURES, open_model, run_settings
 from train.model.families import FAMILIES, LAYERS
 
-CPU = torch.device("cpu")
 PLAIN = Places({})  # nothing is rotated
 TOKENS = torch.randint(1, 320, (2, 12), generator=torch.Generator().manual_seed(1))
 PADDED = torch.tensor([[0] * 5 + [1] * 7, [1] * 12])
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def directory(request, tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp(request.param), request.param)
+def directory(request, tiny):
+    return tiny(request.param)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("llama"), "llama")
+def llama(tiny):
+    return tiny("llama")
 
 
 def load(directory, dtype=torch.float32):
@@ -63,7 +60,7 @@ def load(directory, dtype=torch.float32):
 
 def put_in(whole, directory, change):
     """Every block of a whole model replaced by a copy that `change` has changed."""
-    model = StreamedModel(directory, HFWeights(directory), whole.dtype, CPU)
+    model = open_model(directory, whole.dtype)
     layers = getattr(getattr(whole, model.family.decoder), LAYERS)
     for index in range(model.num_blocks):
         block = model.block(index).copy()
@@ -73,7 +70,7 @@ def put_in(whole, directory, change):
 
 
 def context_of(directory):
-    return StreamedModel(directory, HFWeights(directory), torch.float32, CPU).context(12)
+    return open_model(directory).context(12)
 
 
 @torch.no_grad()
@@ -92,11 +89,11 @@ def hadamard_of(config):
 
 
 def untouched():
-    return CacheCast(RotatedCast(nn.Identity()), RotatedCast(nn.Identity()))
+    return CacheCast(nn.Identity(), nn.Identity())
 
 
 def casting(bits):
-    return CacheCast(RotatedCast(TokenCast(bits)), RotatedCast(TokenCast(bits)))
+    return CacheCast(TokenCast(bits), TokenCast(bits))
 
 
 def nearest(x_F, bits):
@@ -140,8 +137,7 @@ def test_rotated_and_not_cast_the_logits_stay(directory):
     hadamard_FF = hadamard_of(whole.config)
     rotation_FF = hadamard_FF.roll(1, 0)  # unlike its transpose
     expected = logits_of(whole)
-    part = RotatedCast(nn.Identity(), rotation_FF)
-    cache = CacheCast(part, part)
+    cache = CacheCast(nn.Identity(), nn.Identity(), rotation_FF)
     put_in(whole, directory, lambda block: attach(block, cache))
     got = logits_of(whole)
     assert not torch.equal(got, expected)
@@ -207,7 +203,7 @@ def test_rounded_is_what_quarot_rounds(directory):
     After the first block: in later ones a key may differ in its last bit and be rounded elsewhere.
     """
     whole, spec = load(directory), parse_spec("kv3-quarot")
-    model = StreamedModel(directory, HFWeights(directory), torch.float32, CPU)
+    model = open_model(directory)
     places = places_of(spec, model.family, whole.config)
     hadamard_FF = hadamard_of(whole.config)
 
@@ -235,7 +231,7 @@ def test_fp8_is_the_cache_of_compressed_tensors_with_the_scales_of_the_text(dire
 
     def change(block):
         seen = watch_cache(block, PLAIN)
-        model = StreamedModel(directory, HFWeights(directory), torch.float32, CPU)
+        model = open_model(directory)
         for half in (TOKENS[:1], TOKENS[1:]):
             x_BLD, context = model.embedding()(half), model.context(half.shape[1])
             block.attended(x_BLD, context)
@@ -267,7 +263,7 @@ def test_fp8_is_the_cache_of_compressed_tensors_with_the_scales_of_the_text(dire
 
 
 def test_the_block_that_was_copied_stays(llama):
-    model = StreamedModel(llama, HFWeights(llama), torch.float32, CPU)
+    model = open_model(llama)
     block, context = model.block(0), model.context(12)
     x_BLD = model.embedding()(TOKENS)
     before = block(x_BLD, context)
@@ -308,7 +304,7 @@ def test_a_block_without_a_cache_is_refused():
 
 @pytest.mark.parametrize("largest", [0.0, float("nan"), float("inf")])
 def test_a_text_that_gives_no_scale_is_refused(llama, largest):
-    block = StreamedModel(llama, HFWeights(llama), torch.float32, CPU).block(1)
+    block = open_model(llama).block(1)
     ranges = CacheRanges()
     ranges(torch.ones(1, 1, 1, 2), torch.tensor([[[[largest, 0.0]]]]))
     with pytest.raises(UserError, match=r"model\.layers\.1: its values are at most .*; check"):
@@ -324,7 +320,7 @@ def test_scales_are_those_of_the_quantized_models_own_keys_on_the_calibration_te
         whole.model.layers[index] = block.module
         scales.append(torch.cat([*block.attention.cache_cast.scales().values()]))
 
-    model = StreamedModel(llama, HFWeights(llama), torch.float32, CPU)
+    model = open_model(llama)
     variant = Variant(parse_spec("gptq-b3-g16-kvfp8"), ids_NL, finished=finished)
     walk(model, [variant], None, ComputeSettings(batch_size=4), ALONE)
     cache: Any = DynamicCache()

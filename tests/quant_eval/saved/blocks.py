@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from transformers import AutoModelForCausalLM
 
 from base.ranks import ALONE
-from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from quant_eval.measuring.walk import Variant, walk
-from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.model.streamed import Block
 from quant_eval.saved.checkpoint import CheckpointWriter
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
+from tests.quant_eval.models import open_model
 from tests.quant_eval.saved.examples import input_ids
 
 
@@ -32,9 +31,9 @@ class Measured:
 
 def save_measured(hf_dir: Path, out: Path, name: str, dtype: Literal["fp32", "bf16"]) -> Measured:
     """Quantize block by block as a measurement does, calibrated on `input_ids`, and save."""
-    spec, cpu = parse_spec(name), torch.device("cpu")
+    spec = parse_spec(name)
     model: Any = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=DTYPES[dtype])
-    streamed = StreamedModel(hf_dir, HFWeights(hf_dir), DTYPES[dtype], cpu)
+    streamed = open_model(hf_dir, DTYPES[dtype])
     settings = ComputeSettings(dtype=dtype, batch_size=4, device="cpu")
     ids_NL = input_ids() if spec.needs_calibration else None
     with CheckpointWriter(hf_dir, out, spec, dtype).collecting() as writer:

@@ -128,40 +128,44 @@ def test_only_a_quantized_checkpoint_is_replaced(tmp_path, source):
     assert json.loads((second.out / "config.json").read_text())["quantization_config"]["bits"] == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("gptq-b5-g32-s16", "2, 3, 4 or 8 bits, not 5"),
-        ("gptq-b3-g8-s16", "gptqmodel loads groups of 16, 32, 64"),
-    ],
-)
-def test_specs_that_no_loader_takes(tmp_path, source, name, reason):
-    with pytest.raises(UserError, match=reason):
-        CheckpointWriter(source, tmp_path / "out", parse_spec(name), "fp32")
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, source, neox):
+    """HF directories by what is odd about them."""
+    root = tmp_path_factory.mktemp("odd")
+    return {
+        "": source,
+        "neox": neox,
+        "mlp 72": make_hf_directory(root / "mlp72", intermediate_size=72),
+        "mlp 36": make_hf_directory(root / "mlp36", intermediate_size=36),
+        "odd": make_hf_directory(root / "odd", hidden_size=36, intermediate_size=72),
+    }
 
 
 @pytest.mark.parametrize(
-    ("shape", "name", "reason"),
+    ("model", "name", "reason"),
     [
-        (
-            {"intermediate_size": 72},
-            "gptq-b3-perchannel-s16",
-            "gate_proj has 72 outputs; .* multiple of 32 .* 3 bits",
-        ),
-        (
-            {"intermediate_size": 72},
-            "gptq-b4-perchannel-s16",
-            "down_proj has 72 inputs; .* multiple of 32 .* 4 bits",
-        ),
-        (
-            {"intermediate_size": 36},
-            "gptq-b4-perchannel-s16",
-            "gate_proj has 36 outputs; .* multiple of 8 .* 4 bits",
-        ),
+        # GPTQ's format
+        ("", "gptq-b5-g32-s16", "2, 3, 4 or 8 bits, not 5"),
+        ("", "gptq-b3-g8-s16", "gptqmodel loads groups of 16, 32, 64"),
+        ("mlp 72", "gptq-b3-perchannel-s16", "gate_proj has 72 outputs; .* of 32 .* 3 bits"),
+        ("mlp 72", "gptq-b4-perchannel-s16", "down_proj has 72 inputs; .* of 32 .* 4 bits"),
+        ("mlp 36", "gptq-b4-perchannel-s16", "gate_proj has 36 outputs; .* of 8 .* 4 bits"),
+        # compressed-tensors'
+        ("", "awq-b4-g32", "codes of awq are not kept; give one of rtn or gptq, or write its w"),
+        ("", "hqq-b4-g32", "codes of hqq are not kept; give one of rtn or gptq"),
+        ("", "gptq-b4-g32-actorder", "neighbouring inputs; give actorder-static, groupaware"),
+        ("", "fp8e5m2", "no E5M2; give fp8"),
+        ("", "kv4", "an FP8 cache alone; give kvfp8"),
+        ("", "a8", "quantized linears alone; give w8a8 or fp8"),
+        ("", "rtn-b4-g32-rhad", "give -had or -quarot alone, or write its weights with --dense"),
+        ("", "w8a8-smooth0.5-had", "give -had or -quarot alone, or measure it without --save"),
+        ("", "rtn-b4-g32-kvfp8-quarot", "no engine rotates cached keys .* leave -kvfp8 out"),
+        ("", "w4a4-g32-asym", "symmetric weights alone; leave -asym out"),
+        ("neox", "kvfp8", "no cache of an attention without k_proj; leave -kvfp8"),
+        ("neox", "rtn-b4-g32-had32", "query_key_value has a bias, and vLLM transforms"),
+        ("odd", "rtn-b4-perchannel", "has 36 inputs, whose 4 bits fill no words of 32"),
     ],
 )
-def test_linears_that_fill_no_words(tmp_path, shape, name, reason):
+def test_what_a_format_cannot_hold_is_refused_at_once(models, tmp_path, model, name, reason):
     with pytest.raises(UserError, match=reason):
-        CheckpointWriter(
-            make_hf_directory(tmp_path / "hf", **shape), tmp_path / "out", parse_spec(name), "fp32"
-        )
+        CheckpointWriter(models[model], tmp_path / "out", parse_spec(name), "fp32")

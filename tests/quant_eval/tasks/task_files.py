@@ -13,18 +13,8 @@ from lm_eval.tasks import TaskManager
 
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
 WORDS = (
-    "stone",
-    "river",
-    "light",
-    "paper",
-    "green",
-    "seven",
-    "music",
-    "north",
-    "bread",
-    "cloud",
-    "iron",
-    "glass",
+    *("stone", "river", "light", "paper", "green", "seven"),
+    *("music", "north", "bread", "cloud", "iron", "glass"),
 )
 SUBJECTS = {"anatomy": 6, "astronomy": 8, "world_religions": 7}
 ITEMS = {"arc_challenge": 14, "pubmedqa": 9}

@@ -66,9 +66,8 @@ def test_every_item_and_their_mean_are_lm_evals(task, measured, own):
     assert figures["truncated_items"] == figures["unanswerable_items"] == 0
     for name, result in zip(("", "_quantized"), own, strict=True):
         reported = result["results"][f"own_{task}"]
-        assert figures[f"accuracy{name}"] == pytest.approx(
-            reported["acc,none"], abs=1e-12
-        )  # mmlu: lm-eval's group
+        # mmlu: lm-eval's group
+        assert figures[f"accuracy{name}"] == pytest.approx(reported["acc,none"], abs=1e-12)
         if task != "mmlu":  # lm-eval pools variances within subjects there
             assert figures[f"standard_error{name}"] == pytest.approx(
                 reported["acc_stderr,none"], rel=1e-9
@@ -78,9 +77,8 @@ def test_every_item_and_their_mean_are_lm_evals(task, measured, own):
 @pytest.mark.parametrize("task", PAPER_TASKS)
 def test_the_models_are_asked_what_lm_eval_asks(task, measured, own):
     requests = [[list(request) for request in item["arguments"]] for item in items_of(own[0], task)]
-    assert all(
-        "\n\n" in context for item in requests for context, _ in item
-    )  # examples are in there
+    # examples are in there
+    assert all("\n\n" in context for item in requests for context, _ in item)
     hashes = [hashlib.sha256(json.dumps(item).encode()).hexdigest() for item in requests]
     assert (
         measured["tasks"][task]["prompts_sha256"]

@@ -1,13 +1,11 @@
 """`python -m quant_eval tasks` with another model in the place of the quantized one."""
 
 import json
-import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from base.cli import run_command
 from base.files import sha256_of
 from quant_eval.__main__ import app
 from quant_eval.tasks.paired import UNITS
@@ -16,7 +14,7 @@ from tests.digests import blake3_of
 
 
 @pytest.fixture
-def command(monkeypatch, capsys, long_hf_dir, train_prefix, task_files):
+def command(in_process, monkeypatch, long_hf_dir, train_prefix, task_files):
     """Runs the command in this process with a stand-in for the quantizer; exit code, both
     outputs.
     """
@@ -29,14 +27,9 @@ def command(monkeypatch, capsys, long_hf_dir, train_prefix, task_files):
             "tasks": "piqa",
         }
         given = defaults | {key.replace("_", "-"): text for key, text in options.items()}
-        pairs = [str(part) for key, text in given.items() for part in (f"--{key}", text)]
+        pairs = [part for key, text in given.items() for part in (f"--{key}", text)]
         monkeypatch.setattr("quant_eval.tasks.measurement.quantized_model", quantizer)
-        words = ["quant_eval", "tasks", str(model), *map(str, arguments), *pairs]
-        monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as stop:
-            run_command(app, "quant_eval")
-        printed = capsys.readouterr()
-        return stop.value.code, printed.out.splitlines(), printed.err.splitlines()
+        return in_process(app, "quant_eval", "tasks", model, *arguments, *pairs)
 
     return run
 

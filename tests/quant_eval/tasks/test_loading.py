@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import re
 import threading
 from dataclasses import replace
 
@@ -69,8 +70,7 @@ def test_unfit_files_are_refused(text, message, tmp_path, refused):
         (tmp_path / "piqa.jsonl").write_text(text)
     line = refused("piqa", shots=0)
     assert "piqa.jsonl" in line
-    with pytest.raises(UserError, match=message):
-        raise UserError(line)
+    assert re.search(message, line)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,7 @@ def test_the_line_of_an_unfit_document_is_named(
     line = refused(task)
     place = ":3" if task == "pubmedqa" else ", document 3"  # of the file, of the dataset
     assert f"{tmp_path}/{task}{where}.jsonl{place}" in line
-    with pytest.raises(UserError, match=message):
-        raise UserError(line)
+    assert re.search(message, line)
 
 
 def test_without_a_file_of_examples_they_are_the_other_items(

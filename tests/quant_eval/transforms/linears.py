@@ -9,13 +9,18 @@ from transformers import AutoModelForCausalLM
 
 from quant_eval.casts.linear import CastLinear, shifted_bias
 from quant_eval.model.streamed import Block
-from quant_eval.transforms.fitting import GroupStatistics, fit_transform
+from quant_eval.transforms.fitting import fit_transform
 from quant_eval.transforms.placement import places_of
 from train.model.families import SITES, family_of
 
 
 def load(directory) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def tokens() -> torch.Tensor:
@@ -75,16 +80,18 @@ def transformed(model, read, spec, places=None) -> Any:
         for site, linears in zip(SITES, block.linears(), strict=True):
             x_NI = read[next(iter(linears))]
             stacked_OI = torch.cat([linear.weight for linear in linears.values()])
-            of_norm = gains.get(site)
             mean_I = x_NI.mean(0)
-            statistics = GroupStatistics(
-                x_NI.T @ x_NI / len(x_NI),
-                (x_NI - mean_I if spec.shift else x_NI).abs().amax(0),
-                mean_I,
+            transform = fit_transform(
+                spec,
+                site,
+                places,
                 stacked_OI,
-                getattr(of_norm, "weight", None),
+                seed=number,
+                hessian_II=x_NI.T @ x_NI / len(x_NI),
+                largest_I=(x_NI - mean_I if spec.shift else x_NI).abs().amax(0),
+                mean_I=mean_I,
+                gain_I=getattr(gains.get(site), "weight", None),
             )
-            transform = fit_transform(spec, site, places, statistics, seed=number)
             for name, linear in linears.items():
                 output = places.output(name)
                 weight_OI = transform.weight(linear.weight.double())

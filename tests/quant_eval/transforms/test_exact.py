@@ -1,16 +1,24 @@
 """With nothing rounded, a transformed model is the model: every transform on every family."""
 
+from functools import cache
+
 import pytest
-import torch
 
 from base.errors import UserError
 from quant_eval.specs import parse_spec
 from quant_eval.transforms import duquant
-from quant_eval.transforms.fitting import GroupStatistics, fit_transform
+from quant_eval.transforms.fitting import fit_transform
 from quant_eval.transforms.placement import Place, Places
-from quant_eval.transforms.steps import compose
-from tests.quant_eval.models import ARCHITECTURES, make_model
-from tests.quant_eval.transforms.linears import difference, inputs_of, load, logits, transformed
+from quant_eval.transforms.steps import Transform
+from tests.quant_eval.models import ARCHITECTURES
+from tests.quant_eval.transforms.linears import (
+    difference,
+    inputs_of,
+    load,
+    logits,
+    normal,
+    transformed,
+)
 
 TRANSFORMS = [
     "had",
@@ -40,15 +48,13 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(tiny):
     """Models by name, with what their linears read and their logits."""
-    cache = {}
 
+    @cache
     def get(name):
-        if name not in cache:
-            model = load(make_model(tmp_path_factory.mktemp(name) / "hf", name))
-            cache[name] = model, inputs_of(model), logits(model)
-        return cache[name]
+        model = load(tiny(name))
+        return model, inputs_of(model), logits(model)
 
     return get
 
@@ -74,7 +80,7 @@ def test_the_linears_do_compute_in_another_basis(models):
     model, read, reference = models("llama")
     changed = transformed(model, read, parse_spec("w4a4-g8-rhad"))
     for layer in changed.model.layers:
-        layer.mlp.down_proj.inputs.transform = compose()
+        layer.mlp.down_proj.inputs.transform = Transform()
     assert difference(changed, reference) > 0.1
 
 
@@ -86,21 +92,16 @@ PLACES = {
 }
 
 
-def normal(*shape, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("transform", ["had", "rhad", "duquant8", "smooth0.5", "smooth0.5-had"])
 def test_objective_of_rounding_is_the_same_in_both_bases(transform):
     """tr(dW H dW^T) of a change dW = dW' T^-1, with outliers of 30 in the inputs."""
     x_NI = normal(500, 48, seed=0)
     x_NI[:, 5] *= 30
     hessian_II = x_NI.T @ x_NI / len(x_NI)
-    given = GroupStatistics(hessian_II, x_NI.abs().amax(0), None, normal(8, 48, seed=1).float())
+    inputs = {"hessian_II": hessian_II, "largest_I": x_NI.abs().amax(0)}
     spec = parse_spec(f"rtn-b4-g8-{transform}")
     places = Places({"mlp_in": PLACES[spec.rotation]})
-    fitted = fit_transform(spec, "mlp_in", places, given, 3)
+    fitted = fit_transform(spec, "mlp_in", places, normal(8, 48, seed=1).float(), 3, **inputs)
     change_OI = normal(8, 48, seed=2)
     inside = change_OI @ fitted.hessian(hessian_II) @ change_OI.T
     outside = fitted.restored(change_OI) @ hessian_II @ fitted.restored(change_OI).T

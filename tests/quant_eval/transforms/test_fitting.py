@@ -7,16 +7,12 @@ from scipy.linalg import helmert
 from base.errors import UserError
 from quant_eval.specs import parse_spec
 from quant_eval.transforms.duquant import duquant_steps, spreading_rotation
-from quant_eval.transforms.fitting import GroupStatistics, fit_transform, smoothing
+from quant_eval.transforms.fitting import fit_transform, smoothing
 from quant_eval.transforms.placement import Place, Places
-from quant_eval.transforms.steps import compose
+from quant_eval.transforms.steps import Transform
+from tests.quant_eval.transforms.linears import normal
 
 WIDTH, BLOCK = 32, 8
-
-
-def normal(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def tokens():
@@ -27,12 +23,7 @@ def tokens():
     return x_NI
 
 
-def statistics(x_NI, shifts=False):
-    mean_I = x_NI.mean(0)
-    largest_I = (x_NI - mean_I if shifts else x_NI).abs().amax(0)
-    return GroupStatistics(
-        x_NI.T @ x_NI / len(x_NI), largest_I, mean_I, normal(6, WIDTH, seed=2).float()
-    )
+WEIGHT_OI = normal(6, WIDTH, seed=2).float()
 
 
 def places(kind, block=None, **changes):
@@ -51,19 +42,22 @@ def test_smoothing_by_hand():
 
 def test_smoothing_balances_inputs_and_weights():
     """At alpha 1/2 the largest input of a feature is as large as its largest weight."""
-    given = statistics(tokens())
-    transform = fit_transform(parse_spec("w8a8-smooth0.5"), "mlp_in", places("none"), given, 0)
+    spec, read_I = parse_spec("w8a8-smooth0.5"), tokens().abs().amax(0)
+    transform = fit_transform(spec, "mlp_in", places("none"), WEIGHT_OI, 0, largest_I=read_I)
     largest_I = transform.inputs(tokens()).abs().amax(0)
-    torch.testing.assert_close(largest_I, transform.weight(given.weight_OI.double()).abs().amax(0))
+    torch.testing.assert_close(largest_I, transform.weight(WEIGHT_OI.double()).abs().amax(0))
 
 
 def test_shift_takes_the_mean_off_and_comes_first():
     x_NI, spec = tokens(), parse_spec("w4a4-g8-baseq-smooth0.5-had")
-    given = statistics(x_NI, shifts=True)
-    transform = fit_transform(spec, "mlp_in", places("hadamard"), given, 0)
+    mean_I = x_NI.mean(0)
+    largest_I = (x_NI - mean_I).abs().amax(0)
+    transform = fit_transform(
+        spec, "mlp_in", places("hadamard"), WEIGHT_OI, 0, largest_I=largest_I, mean_I=mean_I
+    )
     read_NI = transform.inputs(x_NI)
-    smoothed_NI = (x_NI - given.mean_I) / smoothing(given.largest_I, given.weight_OI, 0.5).factors_I
-    matrix_II = compose(*transform.steps[1:]).weight(torch.eye(WIDTH, dtype=torch.float64))
+    smoothed_NI = (x_NI - mean_I) / smoothing(largest_I, WEIGHT_OI, 0.5).factors_I
+    matrix_II = Transform(*transform.steps[1:]).weight(torch.eye(WIDTH, dtype=torch.float64))
     torch.testing.assert_close(read_NI, smoothed_NI @ matrix_II)
     assert float((matrix_II @ matrix_II.T - torch.eye(WIDTH)).abs().max()) < 1e-12
 
@@ -84,14 +78,14 @@ def test_duquant_is_orthogonal_and_evens_out_the_features():
         assert float((identity - torch.eye(BLOCK)).abs().max()) < 1e-12
 
     size_I = moment_II.diagonal()
-    rotated_I = compose(first).hessian(moment_II).diagonal()
+    rotated_I = Transform(first).hessian(moment_II).diagonal()
     means_G, peaks_G = size_I.view(-1, BLOCK).mean(1), rotated_I.view(-1, BLOCK).amax(1)
     for block, peak in enumerate(peaks_G.tolist()):
         # no rotation gets below the mean; the best of all steps is no worse than one by hand
         own = slice(block * BLOCK, (block + 1) * BLOCK)
         assert float(means_G[block]) < peak <= peak_after_one_step(moment_II[own, own])
     # blocks of even size are made smaller further: 892, 250 and 92 of a mean of 39
-    even_I = compose(first, permutation, second).hessian(moment_II).diagonal()
+    even_I = Transform(first, permutation, second).hessian(moment_II).diagonal()
     torch.testing.assert_close(even_I.sum(), size_I.sum())
     assert float(peaks_G.amax()) < float(size_I.amax()) / 3
     assert float(even_I.amax()) < float(peaks_G.amax()) / 2
@@ -127,16 +121,15 @@ def test_massive_outlier_is_spread_in_one_step():
     first, _, _ = duquant_steps(moment_II, 8)
     # one feature of 8 in units of rms: 8 features of 64 / 8
     torch.testing.assert_close(
-        compose(first).hessian(moment_II).diagonal(), torch.full((8,), 8.0).double()
+        Transform(first).hessian(moment_II).diagonal(), torch.full((8,), 8.0).double()
     )
 
 
 def test_random_signs_differ_by_seed_and_site():
     spec = parse_spec("rtn-b4-g8-rhad")
     sites = {site: Place(WIDTH, "hadamard", signs="own") for site in ("attention_in", "mlp_in")}
-    given = GroupStatistics(None, None, None, torch.zeros(1, WIDTH))
     fitted = [
-        fit_transform(spec, site, Places(sites), given, seed).weight(torch.eye(WIDTH))
+        fit_transform(spec, site, Places(sites), WEIGHT_OI, seed).weight(torch.eye(WIDTH))
         for site, seed in (("attention_in", 1), ("mlp_in", 1), ("mlp_in", 2), ("mlp_in", 2))
     ]
     assert not torch.equal(fitted[0], fitted[1])
@@ -147,12 +140,6 @@ def test_random_signs_differ_by_seed_and_site():
 def test_gain_of_zero_is_not_folded():
     gain_I = torch.ones(WIDTH)
     gain_I[4] = 0
-    given = GroupStatistics(None, None, None, torch.zeros(1, WIDTH), gain_I)
+    spec, place = parse_spec("rtn-b4-g8-quarot-fused"), places("hadamard", folds_gain=True)
     with pytest.raises(UserError, match="a gain of 0 before mlp_in cannot be folded; give quarot"):
-        fit_transform(
-            parse_spec("rtn-b4-g8-quarot-fused"),
-            "mlp_in",
-            places("hadamard", folds_gain=True),
-            given,
-            0,
-        )
+        fit_transform(spec, "mlp_in", place, WEIGHT_OI, 0, gain_I=gain_I)

@@ -5,10 +5,8 @@ import torch
 from compressed_tensors.transform.utils import hadamard as library
 from scipy.linalg import hadamard as sylvester
 
-from base.errors import UserError
-from quant_eval.sizes import check_hadamard
 from quant_eval.transforms.hadamard import hadamard_steps, random_signs
-from quant_eval.transforms.steps import Kronecker, compose
+from quant_eval.transforms.steps import Kronecker, Transform
 
 # hidden and FFN widths of released and of tiny models
 WIDTHS = [96, 768, 1376, 2048, 4096, 5120, 5504, 11008, 13824, 14336, 18944, 27648]
@@ -19,7 +17,7 @@ def eye(width):
 
 
 def dense(width, *settings):
-    return compose(*hadamard_steps(width, *settings)).weight(eye(width))
+    return Transform(*hadamard_steps(width, *settings)).weight(eye(width))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -33,7 +31,7 @@ def test_orthogonal_with_entries_of_one_size(width):
         assert float((matrix @ matrix.T - eye(len(matrix))).abs().max()) < 1e-12
         assert float((matrix.square() * len(matrix) - 1).abs().max()) < 1e-12
     x_NI = torch.randn(3, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    transform = compose(step)
+    transform = Transform(step)
     torch.testing.assert_close(
         transform.inputs(x_NI).norm(dim=1), x_NI.norm(dim=1), rtol=1e-12, atol=0
     )
@@ -76,34 +74,5 @@ def test_signs_are_a_function_of_the_seed():
 def test_outlier_is_spread_over_all_features():
     x_NI = torch.zeros(1, 11008)
     x_NI[0, 77] = 100.0
-    spread_NI = compose(*hadamard_steps(11008)).inputs(x_NI)
+    spread_NI = Transform(*hadamard_steps(11008)).inputs(x_NI)
     torch.testing.assert_close(spread_NI.abs(), torch.full((1, 11008), 100 / 11008**0.5))
-
-
-@pytest.mark.parametrize(
-    ("widths", "block", "message"),
-    [
-        (
-            {"inputs": 30},
-            None,
-            "no Hadamard matrix of size 30 is known, for the 30 inputs; give blocks, such as -had2",
-        ),
-        (
-            {"hidden": 64, "inputs": 11010 * 8},
-            None,
-            "of size 88080 is known, for the 88080 inputs; give blocks, such as -had16",
-        ),
-        (
-            {"inputs": 96},
-            64,
-            "blocks of 64 do not divide the 96 inputs; give blocks, such as -had96",
-        ),
-        ({"inputs": 7}, None, "of size 7 is known, for the 7 inputs; leave the rotation out"),
-    ],
-)
-def test_width_without_a_matrix_is_refused_with_a_block_that_works(widths, block, message):
-    with pytest.raises(UserError) as caught:
-        check_hadamard(widths, block)
-    assert message in str(caught.value)
-    if "such as" in message:
-        check_hadamard(widths, int(message.rpartition("had")[2]))

@@ -1,6 +1,7 @@
 """Places against weights that really are fused, and what no architecture allows."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from transformers import AutoConfig
 from base.errors import UserError
 from quant_eval.sizes import site_widths
 from quant_eval.specs import parse_spec
-from quant_eval.transforms.fitting import GroupStatistics, fit_transform
+from quant_eval.transforms.fitting import fit_transform
 from quant_eval.transforms.hadamard import hadamard_steps
 from quant_eval.transforms.placement import places_of
-from quant_eval.transforms.steps import compose
-from tests.quant_eval.models import ARCHITECTURES, make_model
+from quant_eval.transforms.steps import Transform
+from tests.quant_eval.models import ARCHITECTURES
 from tests.quant_eval.transforms.linears import (
     blocks,
     difference,
@@ -28,18 +29,6 @@ from train.model.families import FAMILIES, family_of
 
 FUSED = parse_spec("w4a4-g8-quarot-fused")
 HIDDEN, HEAD, FFN = 32, 8, 64
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    cache = {}
-
-    def get(name):
-        if name not in cache:
-            cache[name] = make_model(tmp_path_factory.mktemp(name) / "hf", name)
-        return cache[name]
-
-    return get
 
 
 def places_on(directory, spec=FUSED):
@@ -104,10 +93,10 @@ def rotate_outputs(linear, matrix_OO):
         linear.bias.copy_(linear.bias.double() @ matrix_OO)
 
 
-def test_fused_llama_has_the_weights_that_the_places_say(directories):
+def test_fused_llama_has_the_weights_that_the_places_say(tiny):
     """Also its logits, so Q really passes all norms of Llama when their gains are folded."""
-    model = load(directories("llama"))
-    reference, (places, _, _) = logits(model), places_on(directories("llama"))
+    model = load(tiny("llama"))
+    reference, (places, _, _) = logits(model), places_on(tiny("llama"))
     rotation_II = residual_rotation(places)
     assert float((rotation_II @ rotation_II.T - torch.eye(HIDDEN)).abs().max()) < 1e-12
     fused = fuse(model, rotation_II)
@@ -126,27 +115,27 @@ def test_fused_llama_has_the_weights_that_the_places_say(directories):
     assert compared == 3 * 7
 
 
-def test_fused_llama_without_folded_gains_is_wrong(directories):
-    model = load(directories("llama"))
-    reference, (places, _, _) = logits(model), places_on(directories("llama"))
+def test_fused_llama_without_folded_gains_is_wrong(tiny):
+    model = load(tiny("llama"))
+    reference, (places, _, _) = logits(model), places_on(tiny("llama"))
     assert difference(fuse(model, residual_rotation(places), folds_gains=False), reference) > 0.1
     assert all(places.sites[site].folds_gain for site in ("attention_in", "mlp_in"))
 
 
-def test_fused_olmo2_is_wrong_and_refused(directories):
-    model = load(directories("olmo2"))
-    places, _, _ = places_on(directories("llama"))
+def test_fused_olmo2_is_wrong_and_refused(tiny):
+    model = load(tiny("olmo2"))
+    places, _, _ = places_on(tiny("llama"))
     assert difference(fuse(model, residual_rotation(places)), logits(model)) > 0.1
     with pytest.raises(UserError) as caught:
-        places_on(directories("olmo2"))
+        places_on(tiny("olmo2"))
     reason = "R1 cannot be fused on olmo2: its norms follow the linears; give quarot"
     assert str(caught.value) == reason
 
 
 @pytest.mark.parametrize("name", ["olmo2", "qwen3", "llama"])
-def test_rotated_queries_and_keys_are_wrong_and_no_place(directories, name):
+def test_rotated_queries_and_keys_are_wrong_and_no_place(tiny, name):
     """Rope follows them, and QK-norm on olmo2 and qwen3."""
-    model = load(directories(name))
+    model = load(tiny(name))
     reference = logits(model)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -155,7 +144,7 @@ def test_rotated_queries_and_keys_are_wrong_and_no_place(directories, name):
                 heads = linear.out_features // len(matrix)
                 rotate_outputs(linear, torch.block_diag(*[matrix / len(matrix) ** 0.5] * heads))
     assert difference(model, reference) > 1e-2
-    places, _, _ = places_on(directories(name), parse_spec("w4a4-g8-quarot"))
+    places, _, _ = places_on(tiny(name), parse_spec("w4a4-g8-quarot"))
     assert places.outputs.keys() == {"v_proj"}
 
 
@@ -167,7 +156,7 @@ def with_rotated_values(model, places):
         rotate_outputs(values, places.output(name).weight(eye(values.out_features)))
         (out,) = block.linears()[1].values()
         place = places.sites["attention_out"]
-        multiply(out, compose(*hadamard_steps(place.width, place.block)).weight(eye(place.width)))
+        multiply(out, Transform(*hadamard_steps(place.width, place.block)).weight(eye(place.width)))
 
 
 def eye(width):
@@ -175,11 +164,11 @@ def eye(width):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_rotation_of_values_needs_nothing_online(directories, name):
+def test_rotation_of_values_needs_nothing_online(tiny, name):
     """Under GQA, with biases, and in a linear packed by heads; clipped values do not pass it."""
-    model = load(directories(name))
+    model = load(tiny(name))
     reference, clips = logits(model), name == "olmo"
-    config = AutoConfig.from_pretrained(directories(name))
+    config = AutoConfig.from_pretrained(tiny(name))
     config.clip_qkv = None
     places = places_of(parse_spec("w4a4-g8-quarot"), family_of(config), config)
     with_rotated_values(model, places)
@@ -187,8 +176,8 @@ def test_rotation_of_values_needs_nothing_online(directories, name):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_widths_and_norms_are_those_of_the_modules(directories, name):
-    model = load(directories(name))
+def test_widths_and_norms_are_those_of_the_modules(tiny, name):
+    model = load(tiny(name))
     family, widths = family_of(model.config), site_widths(model.config)
     block = getattr(model, family.decoder).layers[0]
     attention, mlp = getattr(block, family.attention), getattr(block, family.mlp)
@@ -210,8 +199,8 @@ def test_every_family_is_tried():
     assert {model_type for model_type, _ in ARCHITECTURES.values()} == set(FAMILIES)
 
 
-def test_cache_rotation_is_of_a_head_and_only_with_a_cast_cache(directories):
-    directory = directories("qwen3")
+def test_cache_rotation_is_of_a_head_and_only_with_a_cast_cache(tiny):
+    directory = tiny("qwen3")
     head_16 = torch.from_numpy(sylvester(16)).double() / 4
     for name in ("kv4-quarot", "w4a4-g8-kv4-quarot"):
         places, _, _ = places_on(directory, parse_spec(name))
@@ -220,56 +209,41 @@ def test_cache_rotation_is_of_a_head_and_only_with_a_cast_cache(directories):
     # a cache alone: no linear changes
     places, _, _ = places_on(directory, parse_spec("kv4-quarot"))
     assert places.output("model.layers.0.self_attn.v_proj") is None
-    nothing = GroupStatistics(None, None, None, torch.zeros(1, HIDDEN))
+    weight_OI = torch.zeros(1, HIDDEN)
     for site in places.sites:
-        assert not fit_transform(parse_spec("kv4-quarot"), site, places, nothing, 0).steps
+        assert not fit_transform(parse_spec("kv4-quarot"), site, places, weight_OI, 0).steps
 
 
-def test_scales_between_values_and_their_output_leave_r2_online(directories):
-    places, _, _ = places_on(directories("llama"), parse_spec("w4a4-g8-smooth0.5-quarot"))
+def test_scales_between_values_and_their_output_leave_r2_online(tiny):
+    places, _, _ = places_on(tiny("llama"), parse_spec("w4a4-g8-smooth0.5-quarot"))
     assert places.output("model.layers.0.self_attn.v_proj") is None
     assert places.sites["attention_out"].block == HEAD
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "spec", "reason"),
+    ("ffn", "spec", "reason"),
     [
-        ("llama", {"intermediate_size": 60}, "w4a4-perchannel-quarot", ""),
-        (
-            "llama",
-            {"intermediate_size": 90},
-            "w4a4-perchannel-quarot",
-            "no Hadamard matrix of size 90 is known, for the 90 inputs of mlp_out; give blocks,"
-            " such as -had2",
-        ),
-        (
-            "llama",
-            {},
-            "rtn-b4-g8-had48",
-            "blocks of 48 do not divide the 32 inputs of attention_in; give blocks, such as -had32",
-        ),
-        (
-            "llama",
-            {"intermediate_size": 96},
-            "rtn-b4-g8-duquant64",
-            "blocks of 64 do not divide the 32 inputs of attention_in; give a divisor, such as"
-            " -duquant32",
-        ),
-        (
-            "llama",
-            {"intermediate_size": 144},
-            "rtn-b4-g8-duquant",
-            "blocks of 128 do not divide the 144 inputs of mlp_out; give a divisor, such as"
-            " -duquant72",
-        ),
+        (90, "w4a4-perchannel-quarot", "no Hadamard matrix of size 90 is known, for the 90 inputs"),
+        (FFN, "rtn-b4-g8-had48", "blocks of 48 do not divide the 32 inputs of attention_in; "),
+        (96, "rtn-b4-g8-duquant64", "blocks of 64 do not divide the 32 inputs of attention_in; "),
+        (144, "rtn-b4-g8-duquant", "blocks of 128 do not divide the 144 inputs of mlp_out; "),
+        (7, "rtn-b4-perchannel-had", "size 7 is known, for the 7 inputs of mlp_out; leave the rot"),
+        (88_080, "rtn-b4-perchannel-rhad", "size 88080 is known, for the 88080 inputs of mlp_out"),
     ],
 )
-def test_widths_are_refused_with_a_block_that_works(directories, name, changes, spec, reason):
-    config = AutoConfig.from_pretrained(directories(name))
-    config.update(changes)
-    if not reason:
-        places_of(parse_spec(spec), family_of(config), config)
-        return
+def test_widths_are_refused_with_a_block_that_works(tiny, ffn, spec, reason):
+    config = AutoConfig.from_pretrained(tiny("llama"))
+    config.update({"intermediate_size": ffn})
     with pytest.raises(UserError) as caught:
         places_of(parse_spec(spec), family_of(config), config)
     assert reason in str(caught.value)
+    advised = re.search(r"such as -(had\d+|duquant\d+)$", str(caught.value))
+    assert bool(advised) == ("leave the rotation out" not in str(caught.value))
+    if advised:
+        places_of(parse_spec(f"rtn-b4-perchannel-{advised[1]}"), family_of(config), config)
+
+
+def test_widths_with_matrices_that_are_no_powers_of_two_are_taken(tiny):
+    config = AutoConfig.from_pretrained(tiny("llama"))
+    config.update({"intermediate_size": 60})
+    places_of(parse_spec("w4a4-perchannel-quarot"), family_of(config), config)

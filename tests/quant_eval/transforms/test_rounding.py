@@ -8,7 +8,7 @@ from quant_eval.casts.activations import activation_cast
 from quant_eval.casts.linear import CastLinear, shifted_bias
 from quant_eval.rounding.gptq import gptq, prepare
 from quant_eval.rounding.grid import round_to_nearest
-from quant_eval.transforms.fitting import GroupStatistics, fit_transform
+from quant_eval.transforms.fitting import fit_transform
 from quant_eval.transforms.placement import Place, Places
 from tests.quant_eval.specs import gptq_spec, grid_spec
 
@@ -35,9 +35,9 @@ def layer():
 
 def fitted(spec, layer):
     weight_OI, x_NI, hessian_II = layer
-    statistics = GroupStatistics(hessian_II, x_NI.abs().amax(0), x_NI.double().mean(0), weight_OI)
+    inputs = {"largest_I": x_NI.abs().amax(0), "mean_I": x_NI.double().mean(0)}
     places = Places({"mlp_in": PLACES[spec.rotation]})
-    return fit_transform(spec, "mlp_in", places, statistics, seed=1)
+    return fit_transform(spec, "mlp_in", places, weight_OI, 1, hessian_II=hessian_II, **inputs)
 
 
 def error_of(outputs, expected):

@@ -6,21 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from quant_eval.transforms.steps import (
-    Blocks,
-    Diagonal,
-    Kronecker,
-    Permutation,
-    Transform,
-    compose,
-)
+from quant_eval.transforms.steps import Blocks, Diagonal, Kronecker, Permutation, Transform
+from tests.quant_eval.transforms.linears import normal
 
 WIDTH = 24
-
-
-def normal(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def orthogonal(*shape, seed=0):
@@ -70,13 +59,13 @@ def check(transform, dense_II):
 @pytest.mark.parametrize("name", STEPS)
 def test_step_is_its_dense_matrix(name):
     step, dense_II = STEPS[name]
-    check(compose(step), dense_II)
+    check(Transform(step), dense_II)
 
 
 def test_composed_steps_are_the_product_of_their_matrices():
     names = ("diagonal", "invertible", "permutation", "blocks")
     dense_II = torch.linalg.multi_dot([STEPS[name][1] for name in names])
-    check(compose(*(STEPS[name][0] for name in names)), dense_II)
+    check(Transform(*(STEPS[name][0] for name in names)), dense_II)
 
 
 @torch.no_grad()
@@ -86,7 +75,7 @@ def test_many_rows_are_transformed_a_few_at_a_time():
     left_AA, right_BB = normal(20, 20), orthogonal(30).contiguous()
     factors_I = 1 + normal(width).abs()
     dense_II = factors_I[:, None] * torch.kron(left_AA, right_BB)
-    transform = compose(Diagonal(factors_I), Kronecker(left_AA, right_BB))
+    transform = Transform(Diagonal(factors_I), Kronecker(left_AA, right_BB))
     rows_BLI = normal(3, 167, width, seed=1)
     near = partial(torch.testing.assert_close, rtol=1e-8, atol=1e-8)
     near(transform.weight(rows_BLI), rows_BLI @ dense_II)
@@ -104,7 +93,7 @@ def test_many_rows_are_transformed_a_few_at_a_time():
 
 
 def test_nothing_is_the_identity():
-    transform = compose()
+    transform = Transform()
     x_NI = normal(3, WIDTH).to(torch.bfloat16)
     assert torch.equal(transform.inputs(x_NI), x_NI)
     hessian_II = normal(WIDTH, WIDTH)
@@ -114,7 +103,7 @@ def test_nothing_is_the_identity():
 def test_shifted_inputs_and_their_hessian():
     """The Hessian is that of the tokens which `inputs` returns, worked out from them."""
     x_NI = normal(400, WIDTH) + normal(WIDTH, seed=5)
-    transform = compose(
+    transform = Transform(
         *(STEPS[name][0] for name in ("diagonal", "rotations")), shift_I=x_NI.mean(0)
     )
     read_NI = transform.inputs(x_NI)
@@ -125,7 +114,7 @@ def test_shifted_inputs_and_their_hessian():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtype_is_kept_and_bf16_is_computed_in_fp32(dtype):
-    transform = compose(STEPS["rotations"][0], STEPS["blocks"][0], STEPS["permutation"][0])
+    transform = Transform(STEPS["rotations"][0], STEPS["blocks"][0], STEPS["permutation"][0])
     x_NI = normal(50, WIDTH).to(dtype)
     read_NI = transform.inputs(x_NI)
     assert read_NI.dtype == dtype
@@ -136,7 +125,7 @@ def test_dtype_is_kept_and_bf16_is_computed_in_fp32(dtype):
 
 
 def test_output_of_a_transformed_linear_is_the_same():
-    transform = compose(*(STEPS[name][0] for name in ("invertible", "diagonal", "blocks")))
+    transform = Transform(*(STEPS[name][0] for name in ("invertible", "diagonal", "blocks")))
     weight_OI, x_NI = normal(7, WIDTH), normal(9, WIDTH, seed=6)
     outputs_NO = transform.inputs(x_NI) @ transform.weight(weight_OI).T
     torch.testing.assert_close(outputs_NO, x_NI @ weight_OI.T, rtol=1e-9, atol=1e-9)
@@ -146,7 +135,7 @@ def test_output_of_a_transformed_linear_is_the_same():
 
 
 def test_copies_and_state_hold_all_values():
-    transform = compose(STEPS["invertible"][0], STEPS["blocks"][0], shift_I=normal(WIDTH))
+    transform = Transform(STEPS["invertible"][0], STEPS["blocks"][0], shift_I=normal(WIDTH))
     tensors = list(transform.buffers())
     shared = copy.deepcopy(transform, {id(tensor): tensor for tensor in tensors})
     assert all(a is b for a, b in zip(tensors, shared.buffers(), strict=True))

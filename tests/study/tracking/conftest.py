@@ -20,11 +20,8 @@ from tests.study.tracking.stores import Database
 from tests.waiting import HANG_SECONDS, wait_until
 
 POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-ENDING_WITH_US = [
-    "setpriv",
-    "--pdeathsig",
-    "INT",
-]  # a test session that is killed leaves no servers
+# a test session that is killed leaves no servers
+ENDING_WITH_US = ["setpriv", "--pdeathsig", "INT"]
 
 
 def free_port() -> int:
@@ -43,36 +40,19 @@ def postgres():
     """A cluster on a free port, without password for anyone on this machine; gives its port."""
     if not POSTGRES:
         skip("PostgreSQL is not installed; apt-get install postgresql")
-    directory = Path(
-        tempfile.mkdtemp(prefix="quantdyn-postgres-")
-    )  # a short path, for its socket, and another user's
+    # a short path, for its socket, and another user's
+    directory = Path(tempfile.mkdtemp(prefix="quantdyn-postgres-"))
     as_other = []
     if os.geteuid() == 0:  # PostgreSQL refuses to be root
         shutil.chown(directory, "postgres")
         as_other = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
     port, programs = free_port(), POSTGRES[-1]
-    initdb = [
-        str(programs / "initdb"),
-        "-D",
-        str(directory / "data"),
-        "-A",
-        "trust",
-        "-N",
-        "-U",
-        "quantdyn",
-    ]
+    initdb = [str(programs / "initdb"), f"-D{directory}/data", "-Atrust", "-N", "-Uquantdyn"]
     subprocess.run(
         [*as_other, *initdb], check=True, capture_output=True, timeout=HANG_SECONDS, cwd="/"
     )
-    settings = [f"-p{port}", f"-k{directory}", "-clisten_addresses=127.0.0.1", "-cfsync=off"]
-    command = [
-        *ENDING_WITH_US,
-        *as_other[1:],
-        str(programs / "postgres"),
-        "-D",
-        str(directory / "data"),
-        *settings,
-    ]
+    command = [*ENDING_WITH_US, *as_other[1:], str(programs / "postgres"), f"-D{directory}/data"]
+    command += [f"-p{port}", f"-k{directory}", "-clisten_addresses=127.0.0.1", "-cfsync=off"]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/"
     )
@@ -89,23 +69,9 @@ def postgres():
 def server(tmp_path_factory):
     """An MLflow server over a SQLite store: its port and the path of the store."""
     directory, port = tmp_path_factory.mktemp("server"), free_port()
-    command = [
-        *ENDING_WITH_US,
-        interpreter(),
-        "-m",
-        "mlflow",
-        "server",
-        "--backend-store-uri",
-        f"sqlite:///{directory}/mlflow.db",
-    ]
-    command += [
-        "--artifacts-destination",
-        str(directory / "artifacts"),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    command = [*ENDING_WITH_US, interpreter(), "-m", "mlflow", "server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--backend-store-uri", f"sqlite:///{directory}/mlflow.db"]
+    command += ["--artifacts-destination", str(directory / "artifacts")]
     environment = os.environ | {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

@@ -12,6 +12,7 @@ from study.definition import Study, save_study
 from study.machine.needs import write_run_configurations
 from tests.sealing import json_lines
 from tests.study.ablation import tiny
+from train.run.config import with_settings
 from train.run.directory import RunDirectory
 
 TOKENS_PER_STEP = 2048
@@ -24,9 +25,7 @@ WHERE runs.lifecycle_stage = 'active' AND experiments.name = :study"""
 RUNS = """SELECT runs.name AS run, runs.run_uuid AS id, runs.status AS status FROM runs
 JOIN experiments ON experiments.experiment_id = runs.experiment_id
 WHERE runs.lifecycle_stage = 'active' AND experiments.name = :study"""
-Held = dict[
-    tuple[str, int], list[float]
-]  # (metric, tokens) -> every value that the store has of it
+Held = dict[tuple[str, int], list[float]]  # (metric, tokens) -> every value that the store has
 
 
 class Database(NamedTuple):
@@ -61,17 +60,12 @@ class Database(NamedTuple):
 
 def write_small_study(root: Path, name: str, runs: int) -> tuple[Path, Study]:
     """A study of runs that have not begun, and that differ in their learning rates."""
-    kept = tiny().trained[:1]
     peaks = [0.001 * (1 + number) for number in range(runs)]
     changed = tuple(
-        run.model_copy(
-            update={
-                "name": f"lr{peak:g}",
-                "optimizer": run.optimizer.model_copy(update={"peak_lr": peak}),
-            }
+        with_settings(tiny().trained[0], [f"optimizer.peak_lr={peak}"]).model_copy(
+            update={"name": f"lr{peak:g}"}
         )
         for peak in peaks
-        for run in kept
     )
     study = tiny().model_copy(update={"name": name, "runs": changed})
     save_study(root / name, study)
@@ -85,12 +79,8 @@ def append_steps(directory: Path, steps: range, attempt: int) -> None:
     """
     lines = []
     for step in steps:
-        row = {
-            "step": step,
-            "tokens": step * TOKENS_PER_STEP,
-            "attempt": attempt,
-            "time": 1.7e9 + attempt + step / 7,
-        }
+        row: dict[str, float] = {"step": step, "tokens": step * TOKENS_PER_STEP, "attempt": attempt}
+        row["time"] = 1.7e9 + attempt + step / 7
         lines.append(json_lines([row | {name: value_of(name, step, attempt) for name in FIGURES}]))
     with RunDirectory(directory).metrics.open("a") as file:
         file.writelines(lines)

@@ -19,14 +19,9 @@ from tests.waiting import HANG_SECONDS, wait_until
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
 
-TIMES = {
-    "time",
-    "tokens_per_second",
-    "model_flops_per_second",
-    "memory_bytes",
-    "save_seconds",
-    "save_stall_seconds",
-}  # no two runs have the same
+# no two runs have the same
+TIMES = {"time", "tokens_per_second", "model_flops_per_second", "memory_bytes"}
+TIMES |= {"save_seconds", "save_stall_seconds"}
 
 BARE: dict = {"soups": (), "averaged_steps": (), "labels": {}, "varied": None}  # fits any run
 
@@ -43,8 +38,7 @@ def followed(database, forked, tmp_path):
     write_ending(run, "failed", 50)
     child = forked(follow, directory, study, study.runs[0].name, there.uri, 1.0)
     wait_until(
-        lambda: there.points("live")[run.path.name] == expected(50, {1: 1}),
-        "50 steps in the store",
+        lambda: there.points("live")[run.path.name] == expected(50, {1: 1}), "50 steps in the store"
     )
     yield there, run, child
     child.kill()
@@ -89,15 +83,7 @@ def test_training_beside_an_importer_whose_server_never_answers_is_the_same(
         silent.bind(("127.0.0.1", 0))
         silent.listen(100)
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        command = [
-            interpreter(),
-            "-m",
-            "study",
-            "mirror",
-            "study",
-            "--root",
-            str(tmp_path),
-        ]
+        command = [interpreter(), "-m", "study", "mirror", "study", "--root", str(tmp_path)]
         patience = {
             "MLFLOW_TRACKING_URI": uri,
             "MLFLOW_HTTP_REQUEST_TIMEOUT": "1",
@@ -110,9 +96,8 @@ def test_training_beside_an_importer_whose_server_never_answers_is_the_same(
             text=True,
         )
         assert follower.stderr
-        assert (
-            "dp1: MLflow's store http://127.0.0.1" in follower.stderr.readline()
-        )  # it continues after this line
+        # it continues after this line
+        assert "dp1: MLflow's store http://127.0.0.1" in follower.stderr.readline()
         done = ranks(1, "train", "run", str(tmp_path / "study/dp1"))
         assert follower.poll() is None or follower.returncode == 2, (
             "2: the run was done, the last import failed"

@@ -39,13 +39,8 @@ def check(database: Database, study, steps: int, since: dict[int, int]) -> None:
 
 
 WRITES = (
-    "create_experiment",
-    "create_run",
-    "delete_run",
-    "log_batch",
-    "set_tag",
-    "update_run",
-    "set_terminated",
+    *("create_experiment", "create_run", "delete_run", "log_batch"),
+    *("set_tag", "update_run", "set_terminated"),
 )
 
 

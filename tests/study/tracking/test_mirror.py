@@ -11,7 +11,7 @@ from study.results.collect import collect_rows
 from study.results.table import write_table
 from study.tracking.importer import mirror
 from study.tracking.store import store_uri
-from tests.sealing import reseal
+from tests.sealing import edited, measured_in
 from train.run.directory import RunDirectory
 
 HELD_OUT = "held_out_loss"
@@ -48,10 +48,8 @@ def counts(store: dict[str, dict]) -> dict:
 
 def change_result(directory: Path, study, run: str, **figures: float) -> None:
     """Another result of a measurement, and the table that follows."""
-    result = directory / run / "hf/step00000448/quant/gptq-b3-g32/result.json"
-    content = json.loads(result.read_text())
-    content["measured"] |= figures
-    reseal(result, content)
+    with edited(directory / run / "hf/step00000448/quant/gptq-b3-g32/result.json") as content:
+        content["measured"] |= figures
     write_table(directory, study, collect_rows(directory, study).rows)
 
 
@@ -61,16 +59,15 @@ def check_run(directory: Path, name: str, entry: dict, study) -> None:
     # error against tokens: a metric's step is the tokens of its checkpoint
     error = history["quant/gptq-b3-g32/relative_error"]
     assert [metric.step for metric in error] == [step * 2048 for step in study.runs[0].save_steps]
-    path = directory / name / "hf/step00000448/quant/gptq-b3-g32/result.json"
-    assert error[3].value == json.loads(path.read_text())["measured"]["relative_error"]
+    hf = directory / name / "hf"
+    quant = measured_in(hf / "step00000448/quant/gptq-b3-g32")
+    assert error[3].value == quant["relative_error"]
     assert len(history["curvature/trace"]) == 7
     (predicted,) = history["curvature/step-gptq-b8-g32/predicted"]
-    path = directory / name / "hf/step00000640/curvature/step-gptq-b8-g32/result.json"
-    whole = json.loads(path.read_text())["measured"]["whole"]
+    whole = measured_in(hf / "step00000640/curvature/step-gptq-b8-g32")["whole"]
     assert (predicted.step, predicted.value) == (640 * 2048, whole["predicted"]["mean"])
     (method,) = history["quant/awq-b3-g32/kl_divergence"]  # of the last checkpoint alone
-    path = directory / name / "hf/step00000640/quant/awq-b3-g32/result.json"
-    divergence = json.loads(path.read_text())["measured"]["kl_divergence"]
+    divergence = measured_in(hf / "step00000640/quant/awq-b3-g32")["kl_divergence"]
     assert (method.step, method.value) == (640 * 2048, divergence)
     assert entry["run"].data.metrics["final/awq-b3-g32/kl_divergence"] == divergence
     assert entry["run"].data.metrics["final/trace"] == history["curvature/trace"][-1].value
@@ -84,7 +81,6 @@ def check_run(directory: Path, name: str, entry: dict, study) -> None:
     averaged = {
         metric.step: metric.value for metric in history["lawa5x16/quant/gptq-b3-g32/relative_error"]
     }
-    path = directory / name / "hf/lawa5x16-step00000448/quant/gptq-b3-g32/result.json"
     assert averaged.keys() == {step * 2048 for step in study.averaged_steps}
     assert [point.step for point in history["soup-anneal/quant/gptq-b3-g32/relative_error"]] == [
         640 * 2048
@@ -92,11 +88,8 @@ def check_run(directory: Path, name: str, entry: dict, study) -> None:
     assert not any(key.startswith("soup-") and HELD_OUT in key for key in history), (
         "it was not evaluated"
     )
-    assert (
-        averaged[448 * 2048]
-        == json.loads(path.read_text())["measured"]["relative_error"]
-        != error[3].value
-    )
+    quant = measured_in(hf / "lawa5x16-step00000448/quant/gptq-b3-g32")
+    assert averaged[448 * 2048] == quant["relative_error"] != error[3].value
 
 
 def test_mirrored_twice_it_holds_everything_once(collected_dir, study):

@@ -7,13 +7,7 @@ import subprocess
 import pytest
 
 from base.errors import UserError
-from study.tracking.store import (
-    masked,
-    open_store,
-    server_command,
-    store_uri,
-    tracking_uri,
-)
+from study.tracking.store import masked, open_store, server_command, store_uri, tracking_uri
 from tests.interpreter import interpreter
 from tests.runs import error_line, python
 from tests.study.tracking.stores import write_small_study
@@ -76,15 +70,8 @@ def test_a_store_that_does_not_answer_is_told_of_in_one_line_and_soon(tmp_path, 
             for port in ports:
                 uri = f"{kind}://me:s3cr%24t@127.0.0.1:{port}/x"
                 monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-                done = python(
-                    "study",
-                    "mirror",
-                    "down",
-                    "--root",
-                    str(tmp_path),
-                    "--run",
-                    "lr0.001",
-                )
+                words = ("mirror", "down", "--root", str(tmp_path), "--run", "lr0.001")
+                done = python("study", *words)
                 assert f"{kind}://me:***@127.0.0.1:{port}" in error_line(done)
                 assert "s3cr" not in done.stdout + done.stderr
             assert connections(silent) == tries[kind]

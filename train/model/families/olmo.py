@@ -20,9 +20,7 @@ def _olmo_1b() -> Trajectory:
         batches=((0, 2048 * 2048),),
     )
     return Trajectory(
-        repo="allenai/OLMo-1B-hf",
-        stages=(pretraining, main()),
-        pattern=r"allenai/OLMo-1B(-hf)?",
+        repo="allenai/OLMo-1B-hf", stages=(pretraining, main()), pattern=r"allenai/OLMo-1B(-hf)?"
     )
 
 

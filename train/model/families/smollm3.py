@@ -58,9 +58,7 @@ def _smollm3() -> tuple[Trajectory, Trajectory]:
     apo = averaged("it-soup-APO", ("checkpoints of APO, which are not published",), CARD)
     stages += [mid, sft, apo, expert]
     merge = averaged(
-        "main",
-        ("0.9 of it-soup-APO", "0.1 of it-mid-training"),
-        "arXiv 2510.06213, section 3.2",
+        "main", ("0.9 of it-soup-APO", "0.1 of it-mid-training"), "arXiv 2510.06213, section 3.2"
     )
     return (  # the checkpoints have no main, which is a repository of its own
         Trajectory(repo="HuggingFaceTB/SmolLM3-3B-checkpoints", stages=tuple(stages)),

@@ -1,6 +1,4 @@
-"""Differences of traces against t-tests, the truth and hand-made results; the command;
-everything that it refuses.
-"""
+"""Differences of traces against t-tests, the truth and hand-made results; the command."""
 
 import json
 import math
@@ -9,14 +7,13 @@ import numpy as np
 import pytest
 from scipy.stats import binom, t, ttest_1samp, ttest_rel
 
-from base.cli import run_command
 from base.digests import sealed
 from base.errors import UserError
 from base.statistics import holm
 from ckpt_tools.hf.measured import Curvature
 from ckpt_tools.hf.results import read_result
-from curvature.__main__ import app
-from curvature.paired_traces import compare, paired_difference
+from curvature.trace.estimates import compare, paired_difference
+from tests.curvature.conftest import command
 from tests.sealing import reseal
 
 
@@ -29,9 +26,7 @@ def content(trace, *, model="runs/lr3e-3/hf/step00000640", name="hutchinson", **
 
 
 def correlated(microbatches, *, difference, seed, correlation=0.9):
-    """Traces of two checkpoints on the same microbatches, the second higher by `difference` on
-    average.
-    """
+    """Traces of two checkpoints on the same microbatches, the second higher by `difference`."""
     generator = np.random.default_rng(seed)
     common_M = generator.normal(500, 100, microbatches)
     own_2M = generator.normal(0, 100 * math.sqrt(1 / correlation - 1), (2, microbatches))
@@ -52,16 +47,9 @@ def test_a_difference_is_a_paired_t_test():
             (interval.low, interval.high), rel=1e-10
         )
         assert difference.p_value == pytest.approx(expected.pvalue, rel=1e-10)
+    value, error, low, high, p_value = difference
     exchanged = paired_difference(second_M.tolist(), first_M.tolist(), 0.999)
-    assert exchanged == pytest.approx(
-        (
-            -difference.value,
-            difference.standard_error,
-            -difference.high,
-            -difference.low,
-            difference.p_value,
-        )
-    )
+    assert exchanged == pytest.approx((-value, error, -high, -low, p_value))
 
 
 def test_differences_without_any_spread():
@@ -96,9 +84,8 @@ def test_pairing_pays_what_the_correlation_says():
     unpaired = paired_difference(
         first_M, generator.permutation(second_M).tolist(), 0.95
     ).standard_error
-    assert (unpaired / paired) ** 2 == pytest.approx(
-        1 / (1 - 0.9), rel=0.1
-    )  # 4,000 draws: s.d. of about 3%
+    # 4,000 draws: s.d. of about 3%
+    assert (unpaired / paired) ** 2 == pytest.approx(1 / (1 - 0.9), rel=0.1)
 
 
 @pytest.fixture
@@ -164,15 +151,13 @@ def written(tmp_path):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(capsys):
     """Runs the command; returns its exit code, what it printed, and the lines of its errors."""
 
     def start(*arguments):
-        monkeypatch.setattr("sys.argv", ["curvature", "compare", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            run_command(app, "curvature")
+        code = command("compare", *arguments)
         streams = capsys.readouterr()
-        return int(ended.value.code or 0), streams.out, streams.err.splitlines()
+        return code, streams.out, streams.err.splitlines()
 
     return start
 

@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
+import signal
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +19,17 @@ from transformers import AutoModelForCausalLM
 from base.errors import UserError
 from ckpt_tools.averaging import average_models
 from ckpt_tools.export import export_all
+from ckpt_tools.formats import parallel
 from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.formats.hf_writer import write_weights
+from ckpt_tools.hf.directory import CONFIGURATION_FILES
 from ckpt_tools.hf.model import identify, load_hf_model
 from ckpt_tools.verify import verify
 from tests.ckpt_tools.checkpoints import all_of, read_weights
 from tests.conftest import make_hf_directory
 from tests.digests import blake3_of
+from tests.interpreter import interpreter
+from tests.runs import PROJECT, execute, python
 from train.run.directory import RunDirectory
 
 UNIT_ROUNDOFF = 2.0**-24  # of fp32
@@ -63,20 +71,15 @@ def lineage_of(hf_dir: Path) -> dict:
     [
         ({}, "uniform", [0.2, 0.2, 0.2, 0.2, 0.2]),
         ({"weights": "0.9,0.3,0.1,0.1,0.6"}, "weighted", [0.45, 0.15, 0.05, 0.05, 0.3]),
-        (
-            {"weights": "-1,0,0,0,3"},
-            "weighted",
-            [-0.5, 0, 0, 0, 1.5],
-        ),  # beyond the last, away from the first
+        # beyond the last, away from the first
+        ({"weights": "-1,0,0,0,3"}, "weighted", [-0.5, 0, 0, 0, 1.5]),
     ],
     ids=["uniform", "weighted", "extrapolated"],
 )
 def test_means_are_within_their_bound_of_the_exact_ones(
     models, tmp_path, options, method, coefficients
 ):
-    """Exactly, by fractions, on some elements of every tensor; the bound is that of
-    AveragedWeights' docstring.
-    """
+    """By fractions, on some elements of every tensor; the bound is AveragedWeights' own."""
     out = tmp_path / "out"
     average_models(out, models, **options)
     lineage = lineage_of(out)
@@ -97,9 +100,7 @@ def test_means_are_within_their_bound_of_the_exact_ones(
 
 
 def test_uniform_means_are_numpys_and_torchs(models, tmp_path):
-    """Bit for bit the fp32 sum in the order given, divided once; and what torch averages, which
-    multiplies by 1/n.
-    """
+    """Bit for bit the fp32 sum in order, divided once; and torch's, which multiplies by 1/n."""
     average_models(tmp_path / "out", models)
     average = load_file(tmp_path / "out" / "model.safetensors")
     swa = AveragedModel(AutoModelForCausalLM.from_pretrained(models[0]))
@@ -120,9 +121,7 @@ def test_uniform_means_are_numpys_and_torchs(models, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fp64_becomes_16_bits_by_one_rounding(dtype):
-    """Both neighbours are tried in exact arithmetic. The first numbers are beside a tie by less
-    than fp32 has.
-    """
+    """Both neighbours in exact arithmetic; the first numbers are closer to a tie than fp32."""
     half = torch.finfo(dtype).eps / 2
     ties = [(1 + half) + sign * 2.0**-40 for sign in (1, -1, 0)] + [
         (1 + 3 * half) + sign * 2.0**-40 for sign in (1, -1)
@@ -195,9 +194,7 @@ def test_lawa_windows_are_means_of_consecutive_inputs_and_kept(models, tmp_path)
 
 
 def test_soups_of_one_run_and_over_runs_and_engines(trained, tmp_path):
-    """The mean of one run tells of that run; of two runs in fp32, by each engine, it tells the
-    steps alone.
-    """
+    """The mean of one run tells of that run; of two runs, by each engine, the steps alone."""
     runs = {layout: RunDirectory(trained(layout)) for layout in ("dp1", "ds-zero1")}
     checkpoints = [runs["dp1"].checkpoint(step) for step in (10, 20)]
     checkpoints += [runs["ds-zero1"].checkpoint(20)]
@@ -211,12 +208,7 @@ def test_soups_of_one_run_and_over_runs_and_engines(trained, tmp_path):
     assert all(
         torch.equal(weight, (first[name] + last[name]) / 2) for name, weight in weights.items()
     )
-    for name in (
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ):
+    for name in (*CONFIGURATION_FILES, "tokenizer.json", "tokenizer_config.json"):
         assert (soup / name).read_bytes() == (exports[1] / name).read_bytes()
     newest, lineage = lineage_of(exports[1]), lineage_of(soup)
     for key in ("run", "fingerprint", "step", "tokens", "learning_rate"):
@@ -236,10 +228,8 @@ def test_soups_of_one_run_and_over_runs_and_engines(trained, tmp_path):
     )
     lineage = lineage_of(mixed)
     assert not {"run", "fingerprint", "step"} & lineage.keys()
-    assert [(each["run"], each["step"]) for each in lineage["ingredients"]] == [
-        ("dp1", 20),
-        ("ds-zero1", 20),
-    ]
+    origins = [(each["run"], each["step"]) for each in lineage["ingredients"]]
+    assert origins == [("dp1", 20), ("ds-zero1", 20)]
 
 
 @pytest.mark.parametrize(("at", "value"), [(0, math.nan), (3, math.inf)])
@@ -264,3 +254,111 @@ def test_an_overflow_is_named(tmp_path):
         save_file(weights, path / "model.safetensors")
     with pytest.raises(UserError, match=r"embed_tokens\.weight' overflows in the average; give"):
         average_models(tmp_path / "out", paths)
+
+
+@pytest.fixture(scope="module")
+def sharded(models, tmp_path_factory) -> list[Path]:
+    """The same models in several files each, all divided alike."""
+    root = tmp_path_factory.mktemp("sharded")
+    for source in models:
+        (root / source.name).mkdir()
+        write_weights(root / source.name, HFWeights(source), shard_bytes=30_000)
+        (root / source.name / "config.json").write_bytes((source / "config.json").read_bytes())
+    assert len(list((root / "m0").glob("*.safetensors"))) > 3
+    return [root / source.name for source in models]
+
+
+def check_hashes(out: Path, inputs: list[Path]) -> None:
+    for path, ingredient in zip(inputs, lineage_of(out)["ingredients"], strict=True):
+        files = {file.name: blake3_of(file) for file in path.glob("*.safetensors")}
+        assert {name: record["digest"] for name, record in ingredient["files"].items()} == files
+
+
+def test_files_do_not_depend_on_the_number_of_threads(models, sharded, tmp_path, monkeypatch):
+    """Nor on how models are divided into files; pieces are of a few rows."""
+    monkeypatch.setattr("ckpt_tools.formats.hf_writer.CHUNK_BYTES", 1000)
+    average_models(tmp_path / "whole", models)
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    for threads in (1, 2, 5):
+        out = tmp_path / str(threads)
+        monkeypatch.setattr(parallel, "default_threads", lambda count=threads: count)
+        average_models(out, sharded)
+        assert lineage_of(out)["files"] == lineage_of(tmp_path / "1")["files"]
+        assert all(
+            torch.equal(weight, expected[name]) for name, weight in all_of(HFWeights(out)).items()
+        )
+        assert len(AutoModelForCausalLM.from_pretrained(out).state_dict()) == len(expected)
+    mixed = [sharded[0], models[1], *sharded[2:]]
+    average_models(tmp_path / "mixed", mixed)
+    check_hashes(tmp_path / "mixed", mixed)
+    assert lineage_of(tmp_path / "mixed")["files"] == lineage_of(tmp_path / "1")["files"]
+
+
+# 20 MB each
+LARGE: dict[str, Any] = {"vocab_size": 40_000, "hidden_size": 64, "num_attention_heads": 4}
+MEASURED = """
+import sys
+from pathlib import Path
+from typing import Any
+from ckpt_tools.averaging import average_models
+from ckpt_tools.formats import parallel
+out, *inputs = map(Path, sys.argv[1:])
+parallel.default_threads = lambda: 1
+average_models(out, inputs)
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> list[Path]:
+    """Twelve models whose weights are links to the same file."""
+    root = tmp_path_factory.mktemp("large")
+    first = make_hf_directory(root / "0", **LARGE)
+    for index in range(1, 12):
+        (root / str(index)).mkdir()
+        for path in first.iterdir():
+            os.link(path, root / str(index) / path.name)
+    return [root / str(index) for index in range(12)]
+
+
+def test_memory_does_not_grow_with_the_number_of_models(large, tmp_path):
+    peak_kib = []
+    for count in (2, 12):
+        arguments = map(str, (tmp_path / str(count), *large[:count]))
+        done = execute([interpreter(), "-c", MEASURED, *arguments], cwd=PROJECT)
+        assert done.returncode == 0, done.stderr
+        peak_kib.append(int(done.stdout.split()[-1]))
+    model_kib = (large[0] / "model.safetensors").stat().st_size / 1024
+    # ten more are read; the allocator alone varies by some of them
+    assert peak_kib[1] - peak_kib[0] < 5 * model_kib
+
+
+DYING = """
+import os, runpy, signal, sys
+out = sys.argv.pop(1)
+
+def die(event, arguments):
+    if event == "os.rename" and str(arguments[1]) == out:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(die)
+runpy.run_module("ckpt_tools", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_kill_leaves_nothing_half_written(large, tmp_path):
+    """Killed when all is written aside and only the name is missing."""
+    out = tmp_path / "out"
+    arguments = ["average", str(out), *map(str, large)]
+    done = execute([interpreter(), "-c", DYING, str(out), *arguments], cwd=PROJECT)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(tmp_path.glob(".out.partial/*.safetensors"))
+    assert not out.exists()
+    done = python("ckpt_tools", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    first = load_file(large[0] / "model.safetensors")
+    assert all(
+        torch.allclose(weight, first[name])
+        for name, weight in load_file(out / "model.safetensors").items()
+    )

@@ -156,15 +156,8 @@ def test_refusals_name_what_is_wrong_and_write_nothing(root, change, options, ex
 
 
 def test_the_command_refuses_in_one_line(root):
-    done = python(
-        "ckpt_tools",
-        "average",
-        str(root / "out"),
-        str(root / "a"),
-        str(root / "b"),
-        "--weights",
-        "1,2,3",
-    )
+    paths = (str(root / name) for name in ("out", "a", "b"))
+    done = python("ckpt_tools", "average", *paths, "--weights", "1,2,3")
     assert error_line(done) == "error: 3 --weights for 2 inputs; give one per input"
 
 
