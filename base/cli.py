@@ -103,6 +103,7 @@ def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Cal
             if parameter.name != "settings"
         ]
         parameters += [_option(name, field) for name, field in fields.items()]
+        # typer reads both of them: it has to see the options in place of `settings`.
         from_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         from_options.__annotations__ = {option.name: option.annotation for option in parameters}
         return from_options
@@ -175,6 +176,7 @@ def quick_imports() -> Iterator[None]:
 def run_command(app: typer.Typer, name: str) -> None:
     """Run a command line; what it cannot mean, a UserError or OSError ends with one line and 2."""
     try:
+        # Not standalone, or click would print errors of its own, in several lines.
         sys.exit(app(prog_name=f"python -m {name}", standalone_mode=False) or 0)  # of `typer.Exit`
     except USAGE.NoArgsIsHelpError as help_page:
         help_page.show()

@@ -134,6 +134,7 @@ def software() -> dict[str, Any]:
     search = tuple(sys.path)
     torch, _ = _installed(("torch",), search).get("torch", ("", None))
     files = _library_files()
+    # The local version of torch, such as cu126, names the CUDA that its lock is for.
     tested, libraries = _tested_versions(torch.partition("+")[2]), _library_versions(files)
     installed = _installed((*TRACKED_PACKAGES, *tested), search)
     versions = {name: version for name, (version, _) in installed.items()}
@@ -195,6 +196,7 @@ def _origin(path: Path) -> str | None:
     def is_below(root: str) -> bool:
         return path.resolve().is_relative_to(Path(root).resolve())
 
+    # Outside of a virtual environment both prefixes are the same.
     if sys.prefix != sys.base_prefix and is_below(sys.prefix):
         return None
     if is_below(site.getusersitepackages()):
@@ -204,6 +206,7 @@ def _origin(path: Path) -> str | None:
 
 def _library_files() -> dict[str, Path]:
     """Return the files of torch's libraries that this process has loaded."""
+    # The sixth field of a mapping is its file; anonymous memory has none.
     fields = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     loaded = {Path(field[5]) for field in fields if len(field) == 6}
     return {
@@ -226,6 +229,7 @@ def _library_versions(files: dict[str, Path]) -> dict[str, str]:
     versions = {"cuda": torch.version.cuda}
     if "cudnn" in files:
         number = ctypes.CDLL(str(files["cudnn"])).cudnnGetVersion()
+        # From version 9 on the number is major x 10000 + minor x 100 + patch.
         versions["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -81,5 +81,6 @@ def _all_fields(kind: Any) -> Iterator[tuple[str, FieldInfo]]:
         for name, field in kind.model_fields.items():
             yield name, field
             yield from _all_fields(field.annotation)
+    # Of a union or a container the models are among the arguments.
     for part in get_args(kind):
         yield from _all_fields(part)

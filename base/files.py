@@ -84,11 +84,13 @@ def replaced_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
 
     Its mode is `mode` without what the umask takes away.
     """
+    # A name of its own: two processes may write the same file at once.
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, mode))
     try:
         with naming(path):
             yield unfinished
+            # Content before name: after a power loss `path` must not name an empty file.
             fsync_path(unfinished)
         os.replace(unfinished, path)
     except BaseException:
@@ -122,6 +124,7 @@ def take_lock(file: IO[Any], patience_seconds: float = 0.0) -> bool:
     """
     deadline = time.monotonic() + patience_seconds
     while True:
+        # Polled, as flock itself has no timeout.
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -163,6 +166,7 @@ def scratch_directory(unfinished: Path) -> Iterator[Path]:
                 yield unfinished
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+            # Still held: who has opened it by now sees in `_lock_beside` that it is gone.
             lock.unlink()
 
 

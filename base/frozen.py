@@ -31,6 +31,7 @@ class Frozen(BaseModel):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with other fields, and without what was derived of these and cached."""
         copied = super().model_copy(update=update, deep=deep)
+        # Cached properties are in __dict__ beside the fields, and pydantic copies all of it.
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
         return copied

@@ -104,6 +104,7 @@ def _named(name: str, gpus: list[VisibleGpu]) -> VisibleGpu:
     matches = [
         gpu
         for gpu in gpus
+        # Longer than "GPU-", with which every UUID begins.
         if str(gpu.number) == name or (len(name) > 4 and gpu.uuid.startswith(name))
     ]
     if len(matches) == 1:
@@ -116,6 +117,7 @@ def _named(name: str, gpus: list[VisibleGpu]) -> VisibleGpu:
 
 def near_cpus(uuid: str) -> set[int]:
     """Return the CPUs of the NUMA node of a GPU; none where the driver cannot tell."""
+    # NVML gives a mask with a bit for every CPU, in words of 64.
     words_of_cpus = -(-(os.cpu_count() or 1) // 64)
     try:
         pynvml.nvmlInit()
@@ -140,6 +142,7 @@ def check_torch() -> None:
         )
     pynvml.nvmlInit()
     try:
+        # CUDA 12.4 is the number 12040.
         newest = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         driver = pynvml.nvmlSystemGetDriverVersion()
     finally:

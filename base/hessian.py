@@ -58,6 +58,7 @@ class InputHessian:
         self._on_tensor_cores = device.type != "cpu" and not self._in_float64
         factors = dtype if self._on_tensor_cores else product_dtype(dtype)
         self._chunk_NI = torch.empty(CHUNK_TOKENS, width, dtype=factors, device=device)
+        # Of 8 x 8 blocks 36 lie on the diagonal or right of it: 9/16 of the products.
         size = max(MIN_BLOCK_COLUMNS, -(-width // 8))
         self._blocks = [slice(start, min(start + size, width)) for start in range(0, width, size)]
 
@@ -127,6 +128,7 @@ def _quadratic_forms(rows_CI: Tensor, hessian_II: Tensor) -> Tensor:
     """
     forms_C = rows_CI.new_zeros(len(rows_CI))
     size = -(-len(hessian_II) // 8)
+    # The sum over blocks b of x_b H_bb x_b^T, and twice x_a H_ab x_b^T for every a before b.
     for start in range(0, len(hessian_II), size):
         block = slice(start, start + size)
         block_CK = rows_CI[:, block]
@@ -149,6 +151,7 @@ def mirror(matrix_II: Tensor) -> None:
     """
     for start in range(0, len(matrix_II), MIRRORED_COLUMNS):
         end = start + MIRRORED_COLUMNS
+        # The square on the diagonal is mirrored in itself, what is right of it to the rows below.
         square = matrix_II[start:end, start:end]
         square.copy_(square.triu() + square.triu(1).T)
         matrix_II[end:, start:end] = matrix_II[start:end, end:].T

@@ -25,6 +25,7 @@ def _limits() -> Iterator[tuple[int, int]]:
     """Yield limit and use of every control group of this process that has a limit."""
     for line in (PROC / "self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
+        # Version 2 has one hierarchy for all controllers, which has the number 0 and no names.
         if number == "0" and not controllers:
             root, names = CGROUPS, V2
         elif "memory" in controllers.split(","):
@@ -32,6 +33,7 @@ def _limits() -> Iterator[tuple[int, int]]:
         else:
             continue
         group = root / path.lstrip("/")
+        # The limit of any group above this one holds as well.
         for directory in (group, *group.parents):
             limit, used, cached = (directory / name for name in (*names[:2], "memory.stat"))
             # Inside a container the path may be the host's, and only the root is there.

@@ -61,8 +61,10 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     whole: dict[str, str] = {}
     for each in names:
         for form in (_folded(each), _folded(each.rpartition(".")[2])):
+            # Of names with the same form the first one keeps it.
             whole.setdefault(form, each)
     word = _folded(name)[:100]  # a comparison takes the product of the lengths
+    # In this order: the word, its synonyms, and its last part after a dot.
     guesses = (word, *map(_folded, SYNONYMS.get(name.lower(), ())), word.rpartition(".")[2])
     for guess in guesses:
         if guess in whole:

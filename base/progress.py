@@ -51,6 +51,7 @@ class Progress:
         due = now - self._printed_at >= PLAIN_LINE_EVERY_SECONDS or self.done == self.total
         if due and is_rank_zero():
             self._printed_at = now
+            # What was done before a resumed start took none of the time since then.
             rate = (self.done - self._done_at_start) / max(now - self._started_at, 1e-9)
             eta_seconds = (self.total - self.done) / max(rate, 1e-9)
             print(

@@ -38,6 +38,7 @@ class Ranks(NamedTuple):
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the largest of each element over the ranks; every rank has to call it."""
+        # Of `size` rows each rank has one as its share.
         return self.gather(tensor[None], self.size).amax(0)
 
     def broadcast(self, tensor: Tensor, owner: int) -> None:

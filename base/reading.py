@@ -40,6 +40,7 @@ def read_regular(path: Path) -> bytes:
     Pipes and devices would block, or never end. A sparse file of terabytes takes no room on a disk.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123  it is open
+        # What was opened is judged, not its path: another file may take the path in between.
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is not a regular file; put the file itself there")
@@ -70,6 +71,7 @@ def parse_json(text: bytes | str, source: object, next_action: str = RESTORE) ->
         )
         if nested_deeper(value, MOST_DEPTH):
             raise RecursionError
+        # In a file only an escape can spell these: half a character is no UTF-8, a raw NUL no JSON.
         if "\\u" in decoded:
             _check_strings(value)
     except RecursionError:
@@ -124,6 +126,7 @@ def as_model[Kind](kind: type[Kind] | TypeAdapter[Kind], value: Any, source: obj
     """
     adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     try:
+        # As text: in strict mode pydantic takes a list for a tuple from JSON alone.
         return adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         raise explain_validation(str(source), error, kind) from None

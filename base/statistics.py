@@ -25,6 +25,7 @@ def with_error(value: float, standard_error: float) -> str:
         return f"{value:.6g} +- {standard_error:.2g}"
     last = math.floor(math.log10(standard_error)) - 1  # power of ten of the second digit
     if -8 < last < 6 and abs(value) < 1e9:
+        # Rounded as numbers first: `last` may be above 0, where no format rounds.
         rounded = (round(each, -last) for each in (value, standard_error))
         return " +- ".join(f"{each:.{max(0, -last)}f}" for each in rounded)
     digits = max(0, math.floor(math.log10(abs(value))) - last) if value else 0
@@ -60,6 +61,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = [0.0] * len(p_values)
     largest = 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        # The running maximum: a larger p-value never gets a smaller adjusted one.
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = largest
     return adjusted

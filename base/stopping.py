@@ -11,6 +11,7 @@ _received: list[int] = []
 
 
 def _remember(number: int, _frame: FrameType | None) -> None:
+    # Only noted: a handler runs between any two lines, and training asks after every step.
     _received.append(number)
 
 

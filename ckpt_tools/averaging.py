@@ -101,6 +101,7 @@ def average_models(
 
     models = open_inputs(inputs)
     with Progress("average", total=len(targets)) as progress:
+        # Windows overlap: target i is the mean of inputs i to i + N - 1.
         for first, target in enumerate(targets):
             _make(target, method, factors, models[first : first + len(factors)])
             progress.advance()
@@ -179,8 +180,10 @@ def _make(out: Path, method: str, factors: tuple[float, ...], inputs: list[Avera
     newest = inputs[-1]
     models = {model.path: model.weights for model in inputs}
     mean = AveragedWeights(models, factors, DTYPES[newest.dtype])
+    # What `_is_there` did not refuse is this average, damaged, or has no lineage to tell.
     with remade(out, damaged=is_something) as aside:
         files = write_weights(aside, mean)
+        # All inputs agree in config.json and tokenizer; the newest stands for all.
         copy_files(newest.path, aside, (*CONFIGURATION_FILES, *TOKENIZER_FILES))
         complete_configuration(aside, newest.dtype)
         # No engine computed with these weights: the logits can only be checked to be finite.
@@ -260,6 +263,7 @@ def open_inputs(paths: list[Path]) -> list[AveragingInput]:
     Raises:
         UserError: one is no HF directory, is damaged, is given twice, or differs from the others.
     """
+    # Resolved, so that a link to an input counts as that input.
     real = [path.resolve() for path in paths]
     for index, path in enumerate(real):
         if path in real[:index]:
@@ -365,9 +369,11 @@ class AveragedWeights:
         total = torch.full((stop - start, *tensor.shape[1:]), -0.0, dtype=torch.float32)
         for model, factor in zip(self._models.values(), self._factors, strict=True):
             wide = model.read(name, start, stop).float()
+            # A fused multiply-add, as `alpha` allows, would not round the product.
             total += wide if factor == 1 else wide * factor
         rows = total.div_(self._sum).to(tensor.dtype)
         if not rows.isfinite().all():
+            # Read once more, to tell a bad input from an overflow of the sum.
             for path, model in self._models.items():
                 if not model.read(name, start, stop).isfinite().all():
                     raise UserError(f"'{name}' is not finite in {path}; leave that model out")

@@ -81,6 +81,7 @@ def open_weights(checkpoint: Path, record: CheckpointRecord) -> Weights:
     """
     model = model_of(checkpoint, record)
     if record.engine == "megatron":
+        # Hashed before it is unpickled; only it says which files hold the weights.
         verify_recorded(checkpoint, record, [METADATA])
         sharded = MegatronWeights(checkpoint, model)
         verify_recorded(checkpoint, record, sharded.files)
@@ -91,5 +92,6 @@ def open_weights(checkpoint: Path, record: CheckpointRecord) -> Weights:
     verify_recorded(checkpoint, record, names)
     weights, shapes = HFWeights(checkpoint), parameter_shapes(model)
     check_tensors(weights.tensors, shapes, checkpoint, "give another checkpoint")
+    # In the order of the model, as `Weights` has them.
     weights.tensors = {name: weights.tensors[name] for name in shapes}
     return weights

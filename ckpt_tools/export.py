@@ -91,6 +91,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
         (aside / VERIFICATION_PROBE).parent.mkdir()
         shutil.copyfile(checkpoint / PROBE, aside / VERIFICATION_PROBE)
         parity = _check(aside, checkpoint, record)
+        # Last, after the outputs agreed: without lineage.json a directory is no export.
         write_lineage(aside, {**lineage, "parity": parity}, files)
     return parity
 
@@ -107,6 +108,7 @@ def _present(out: Path, lineage: dict[str, Any]) -> tuple[dict[str, Any] | None,
     present, files = read_lineage(out) or ({}, {})
     if present.get("kind") != "export":
         raise UserError(f"{out} exists and is not an export; give a new directory")
+    # Of another checkpoint: replaced as a whole, so nothing of it has to be checked.
     if any(present.get(key) != lineage[key] for key in ("checkpoint_sha256", "weights", "dtype")):
         return None, False
     return (dict(present["parity"]), False) if is_whole(out, files) else (None, True)

@@ -128,6 +128,7 @@ def find_source(source: str) -> ImportSource:
             " OWNER/NAME@REVISION"
         )
     repository, revision = match["repository"], match["revision"]
+    # No pickles and no code are fetched.
     patterns = ["*.safetensors", INDEX_JSON, *CONFIGURATION_FILES, *TOKENIZER_FILES]
     with hub(repository) as api:
         configuration = list(CONFIGURATION_FILES)
@@ -171,6 +172,7 @@ def read_trainable(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
     if not training.grouped_queries:
         fields.pop("num_key_value_heads", None)  # then transformers has no such setting
     rope = fields.get("rope_parameters") or {}
+    # Settings that both sides have under one name, such as hidden_size.
     sizes = {key: fields[key] for key in ModelConfig.model_fields.keys() & fields.keys()}
     settings = {
         "family": config.model_type,
@@ -185,7 +187,8 @@ def read_trainable(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
 
-    # That configuration in transformers' form must have the same fields as the file.
+    # That configuration in transformers' form must have the same fields as the file; the 0,
+    # a token that ends texts, is not compared.
     expected = AutoConfig.for_model(
         model.family, **hf_settings(model, config.max_position_embeddings, 0)
     ).to_dict()
@@ -238,6 +241,7 @@ def _write(
     """Write the checkpoint; checkpoint.json, which makes it complete, comes last."""
     with committed_directory(out) as aside:
         files = write_weights(aside, weights)
+        # Shards come unsynced; checkpoint.json must not vouch for what a power loss takes.
         for name in files:
             fsync_path(aside / name)
 
@@ -260,6 +264,7 @@ def _is_there(out: Path, record: CheckpointRecord) -> bool:
         return False
     if (out / CHECKPOINT_JSON).is_file():
         present = read_checkpoint_record(out)
+        # `record` has no files yet; all else has to be equal.
         if present.model_copy(update={"files": {}}) == record:
             return is_whole(out, present.files)
     raise UserError(f"{out} exists and is not this import; give a new directory")

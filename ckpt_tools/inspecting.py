@@ -48,6 +48,7 @@ def inspect(paths: list[Path], *, check: bool = False) -> None:
             lines.append(f"  {key.replace('_', ' '):<15} {text}")
         lines += [f"    {size:>18,}  {name}" for name, size in files.items()]
         for line in lines:
+            # Records may come from others: nothing in them steers the terminal or begins a line.
             print(printable(line).replace("\n", "?"))
 
     if failures:

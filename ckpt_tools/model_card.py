@@ -75,6 +75,7 @@ def model_card(
         tags=[run["model"]["family"], "pretraining", "training-dynamics", "quantization"],
     )
     rows = [
+        # The last two directories of a result are <measurement>/<spec>.
         [f"{result.path.parent.parent.name}/{result.path.parent.name}", *map(_cell, cells)]
         for result in results
         for cells in _figures(result.measured)

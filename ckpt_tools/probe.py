@@ -47,6 +47,7 @@ def stage_of(key: str) -> Stage:
     if not match:  # the embedding, or the final norm
         return (-1, 0) if ".embed_" in key else (math.inf, 0)
     layer, name = int(match[1]), match[2]
+    # The output of a layer as a whole has no stage of its own and comes after all of them.
     return layer, next((index for index, names in enumerate(STAGES) if name in names), len(STAGES))
 
 
@@ -121,12 +122,14 @@ def check_probe(hf_dir: Path, probe: dict[str, Tensor], precision: str) -> dict[
     errors = {key: _relative_error(key, outputs[key], probe[key]) for key in parameters}
     levels = {
         "attention": max(error for key, error in errors.items() if key.endswith(ATTENTION)),
+        # Outputs without parameters are those of whole layers.
         "layer": max(errors[key] for key, names in parameters.items() if not names),
         "logits": errors["logits"],
     }
 
     # Rounding errors add up over the layers before an output.
     num_layers = sum(not names for names in parameters.values())
+    # The embedding is allowed as much as one layer, final norm and logits as all layers.
     layers = {key: min(max(stage_of(key)[0] + 1, 1), num_layers) for key in parameters}
     allowed = {key: TOLERANCE[precision] * math.sqrt(layers[key]) for key in parameters}
     _check_errors(parameters, errors, allowed, levels)
@@ -146,6 +149,7 @@ def _relative_error(key: str, output: Tensor, expected: Tensor) -> float:
             f"the probe's '{key}' is {tuple(expected.shape)}, config.json makes it"
             f" {tuple(output.shape)}"
         )
+    # An output of zeros must not divide by 0.
     largest = max(expected.abs().max().item(), torch.finfo(torch.float32).tiny)
     error = (output - expected).abs().max().item() / largest
     return error if math.isfinite(error) else math.inf

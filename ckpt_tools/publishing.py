@@ -101,6 +101,7 @@ def _read_exports(run_dir: Path, run: RunConfig) -> list[_Export]:
     """Return the exports of a run by step, averages after the weights they are made from."""
     hf = RunDirectory(run_dir).hf
     exports: dict[str, _Export] = {}
+    # Names with a dot are of directories that are not complete.
     for path in sorted(path for path in hf.glob("[!.]*") if path.is_dir()):
         export = _read_export(path, run)
         first = exports.setdefault(export.revision, export)
@@ -186,6 +187,7 @@ def _lay_out(
         write_sealed(target, content)
 
     # Ingredients of an average are named by their published revisions.
+    # An empty environment keeps `write_lineage` from adding that of this process.
     lineage = {"environment": {}} | export.lineage
     if "ingredients" in lineage:
         parent = export.directory.resolve().parent

@@ -100,6 +100,7 @@ def _check_tensors(hf_dir: Path, config: PretrainedConfig, *, mixed: bool) -> No
 def _check_finite(hf_dir: Path, vocab_size: int) -> None:
     """Raise UserError naming the first module that overflows for fixed tokens."""
     outputs = compute_probe(hf_dir, spread_ids(vocab_size, PROBE_SEQUENCES, PROBE_TOKENS))
+    # In the order of the data flow: all modules after the first that overflows do so too.
     for key in sorted(outputs, key=stage_of):
         if not outputs[key].isfinite().all():
             raise UserError(

@@ -103,6 +103,7 @@ def _measure(
             cost = estimate(read_config(hf_dir), settings, plan)
             typer.echo("\n".join([str(hf_dir), *cost_lines(cost, settings, plan)]))
         return
+    # Opened only to refuse a text that cannot be used before the slow imports.
     open_corpus(data)
     with quick_imports():
         from base.ranks import start
@@ -171,6 +172,7 @@ def step(
 
     ranks = start(settings.device)
     results = measure(hf_dir, quantized, settings, data, ranks)
+    # Every rank takes every result, as all of them compute; rank 0 alone writes.
     for directory, result in zip(directories, results, strict=True):
         if ranks.rank == 0:
             write_result(directory, result)

@@ -37,7 +37,9 @@ UNITS = {
 def needed_sequences(settings: CurvatureSettings) -> int:
     """Return the sequences of the text that a measurement reads."""
     if not isinstance(settings, HutchinsonSettings):
+        # The fixed batch, and the microbatch that the guard reads.
         return max(settings.fixed_sequences, settings.microbatch_sequences)
+    # Every figure starts from microbatch 0 again, so the longest one decides.
     microbatches = max(settings.pairs, settings.norm_pairs, settings.companion_pairs)
     fixed = settings.fixed_sequences if settings.lambda_max else 0
     return max(microbatches * settings.microbatch_sequences, fixed)
@@ -88,6 +90,7 @@ def measure_spectrum(subject: CurvatureSubject, settings: LanczosSettings) -> di
     with Progress("density", total=settings.starts * settings.steps) as progress:
         spread = density(
             _product(subject, settings, progress),
+            # Each is drawn when its turn comes: a list would hold all of them in memory.
             (parameters.probe(Probe(settings.seed, index)) for index in range(settings.starts)),
             parameters.inner,
             num_parameters=parameters.size,

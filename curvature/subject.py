@@ -111,6 +111,7 @@ class WeightFiles:
                 if weight not in parameters:
                     parameters[weight] = nn.Parameter(torch.empty_like(weight, device=device))
                 module.register_parameter(name, parameters[weight])
+        # Saved constants are those of the files; other buffers were made with the modules.
         for name, constant in model.named_buffers():
             if name in self._files:
                 constant.copy_(read_whole(self._weights, self._files[name]).view_as(constant))
@@ -124,6 +125,7 @@ class WeightFiles:
             file, row = self._files[name], parameters.first_row(name)
             rows_at_once = max(1, BYTES_AT_ONCE // self._weights.tensors[file].row_bytes)
             rank_rows = local(weight.detach())
+            # A scalar is one row in the files.
             for rows in (rank_rows if rank_rows.dim() else rank_rows.view(1)).split(rows_at_once):
                 copy(rows, self._weights.read(file, row, row + len(rows)))
                 row += len(rows)

@@ -81,7 +81,9 @@ def write_ends(path: Path, ends: Sequence[End], studies: Sequence[Study]) -> Non
     types: dict[str, set[pa.DataType]] = {name: {kind} for name, kind in SIZE_COLUMNS.items()}
     for study in studies:
         for field in schema_of(study):
+            # The columns of all studies, each once, in the order of the first that has it.
             types.setdefault(field.name, set()).add(field.type)
+    # A column has one type: where one study has words, numbers of the others become text.
     texts = {name for name, kinds in types.items() if len(kinds) > 1 and pa.string() in kinds}
     columns = {
         name: pa.string() if name in texts else pa.float64() if len(kinds) > 1 else kinds.pop()
@@ -148,6 +150,7 @@ def merged(points: Sequence[SizePoint]) -> list[SizePoint]:
                 f"an error at {point.parameters:.3g} parameters is {point.error:.3g}, which has no"
                 " logarithm; measure it on more text"
             )
+        # Logs are averaged, which makes the geometric mean.
         places.setdefault((point.parameters, point.tokens), []).append(math.log(point.error))
     return [SizePoint(*size, math.exp(float(np.mean(logs)))) for size, logs in places.items()]
 
@@ -177,9 +180,11 @@ def fit(points: Sequence[SizePoint]) -> PowerLaw:
         PER_PARAMETER: np.log([point.tokens / point.parameters for point in points]),
     }
     means = {name: math.exp(values.mean()) for name, values in logs.items()}
+    # Centred, so the constant is the log error at the geometric means, `scale` of the law.
     varied = {
         name: values - values.mean() for name, values in logs.items() if np.ptp(values) > SAME
     }
+    # A column of ones, then a centred log for each quantity that varies.
     design = np.stack([np.ones(len(points)), *varied.values()], axis=1)
 
     # what the points cannot decide is refused
@@ -198,6 +203,7 @@ def fit(points: Sequence[SizePoint]) -> PowerLaw:
     # least squares, and standard errors from the residuals
     target = np.log([point.error for point in points])
     coefficients, *_ = np.linalg.lstsq(design, target)
+    # The covariance of the coefficients is variance x inverse(X'X).
     variance = float(((target - design @ coefficients) ** 2).sum()) / degrees
     errors = np.sqrt(variance * np.diag(np.linalg.inv(design.T @ design)))
     exponents = {
@@ -302,6 +308,7 @@ def _common(studies: Sequence[Study]) -> list[str]:
 def fit_column(ends: Sequence[End], column: str) -> PowerLaw:
     """Return the power law of a column; UserError as `fit`, or for ends of different texts."""
     measured_ends = [end for end in ends if None not in (end.get("parameters"), end.get(column))]
+    # An error depends on the text it is measured on; a law over two texts would mix them.
     texts = {end.get("evaluation_sha256") for end in measured_ends}
     if len(texts) > 1:
         raise UserError(f"the ends are measured on {len(texts)} different texts; measure on one")

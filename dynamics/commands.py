@@ -42,6 +42,7 @@ def forecast(
         names = [each.name for each in source.study.runs]
         if run not in names:
             raise UserError(f"{name} has no run {run}; {take_one_of(run, names)}")
+        # A run that is named is forecast even where it has no stable phase of its own.
         runs = [each for each in source.study.runs if each.name == run]
     for each in runs:
         typer.echo("\n".join(forecast_lines(source, learned, each)))

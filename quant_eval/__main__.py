@@ -66,6 +66,7 @@ def run(
     specs = [parse_spec(text) for text in spec]
     outs = result_directories(hf_dirs, "quant", [parsed.name for parsed in specs], out)
     settings = settings.of_specs(specs)
+    # Every model is checked before the first is measured.
     for hf_dir in hf_dirs:
         read_hf_config(hf_dir, ARCHITECTURES)
     texts = _calibration_sha256(settings), open_corpus(settings.eval).manifest.sha256
@@ -97,6 +98,7 @@ def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
     specs = [parse_spec(text) for text in spec]
     outs = result_directories(hf_dirs, "tasks", [parsed.name for parsed in specs], None)
     settings = settings.of_specs(specs)
+    # Every model is checked before the first is measured.
     for hf_dir in hf_dirs:
         read_hf_config(hf_dir, ARCHITECTURES)
     calibration = _calibration_sha256(settings)
@@ -227,6 +229,7 @@ def _write(
     kind: type[Quantization] | type[Tasks],
 ) -> None:
     """Write and print each result as soon as it is measured, on the first rank."""
+    # Every rank iterates: ranks compute each of the contents together, when it is asked for.
     for directory, content in zip(directories, contents, strict=True):
         if is_rank_zero():
             write_result(directory, content)

@@ -47,6 +47,7 @@ def bos_of(hf_dir: Path, rule: Bos) -> tuple[int, ...]:
             f"{hf_dir}: its tokenizer, which says how texts begin, cannot be loaded"
             f" ({reason:.200}); copy the model's own there, or give --bos none"
         ) from None
+    # Whatever precedes the tokens of the bare text is what the tokenizer puts there.
     starts = [start for start in range(len(whole)) if whole[start : start + len(text)] == text]
     if not text or not starts:
         raise UserError(

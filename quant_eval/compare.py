@@ -136,6 +136,7 @@ def _check_comparable(results: Sequence[Result[Quantization]]) -> None:
         for key, value in _shared_settings(result).items():
             _check_equal(key, (first, shared.get(key)), (result, value))
         if _num_draws(drawn) is None:
+            # A method without calibration fits any number of draws; the first with it sets one.
             drawn = result
         elif _num_draws(result) is not None:
             key = "the number of calibration draws"
@@ -196,6 +197,7 @@ def _drawn_fraction(measured: Quantization, figure: str) -> tuple[Floats, Floats
     """Return numerator [D, K] and denominator [D] of the figure, by calibration draw."""
     numerator_D, denominator_D = _fraction(measured.per_document, figure)
     if measured.calibration is None:
+        # One column, which broadcasts over the draws of other results.
         return numerator_D[:, None], denominator_D
     drawn = measured.calibration.per_document
     draws = zip(drawn.nll_quantized, drawn.kl, drawn.agreements, strict=True)

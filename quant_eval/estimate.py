@@ -92,6 +92,7 @@ class Estimate:
 
     def p_value(self) -> float:
         """Return the two-sided p-value of the value 0."""
+        # Without error every difference is certain.
         if self.standard_error == 0:
             return float(self.value == 0)
         from scipy.special import stdtr
@@ -176,8 +177,10 @@ def contrast_of(weighted: Sequence[tuple[float, Floats, Floats]]) -> tuple[Float
         >>> contrast_K.tolist(), values_DK.tolist()
         ([3.0], [[1.0], [2.0], [6.0]])
     """
+    # These broadcast: a ratio without calibration has one column for all draws.
     whole_K, without_DK = np.zeros(1), np.zeros((1, 1))
     for weight, a_DK, b_D in weighted:
+        # Without that document there would be nothing to divide by.
         if (b_D >= b_D.sum()).any():
             raise UserError(
                 "one document holds all of what the figure is relative to; evaluate more documents"
@@ -204,8 +207,11 @@ def mean_squares(crossed: Crossed) -> dict[Effect, MeanSquare]:
     for effect in effects_of(name for name, count in counts.items() if count > 1):
         averaged = tuple(axis for name, axis in AXES.items() if name not in effect)
         part = values_SDK.mean(axis=averaged, keepdims=True)
+        # An effect is its marginal mean less all effects that are part of it.
         part = part - sum(smaller for other, smaller in parts.items() if other < effect)
         parts[effect] = part
+        # The divisor counts documents as they are, the degrees of freedom as documents of equal
+        # length (`Crossed.equal_documents`).
         contrasts = math.prod(counts[name] - 1 for name in effect)
         squares[effect] = MeanSquare(
             float((part**2).sum()) / contrasts / part.size,
@@ -233,6 +239,7 @@ def _source(squares: Mapping[Effect, MeanSquare], name: str, before: list[str]) 
         for chosen in combinations(before, size):
             part = squares[frozenset({name, *chosen})]
             variance += (-1) ** size * part.variance
+            # For the formula of Satterthwaite: here parts add whatever their sign.
             spread += part.variance**2 / part.degrees_of_freedom
     if variance <= 0:
         return ErrorSource(0.0, math.inf)

@@ -47,6 +47,7 @@ def number(label: str, words: str, kind: type[int] | type[float] = float) -> Par
     """
 
     def text(value: float) -> str:
+        # As many decimals as NUMBER reads, so that each name is read back; 0.010000 becomes 0.01.
         shown = f"{value:.6f}".rstrip("0").rstrip(".") if kind is float else str(value)
         return f"{label}{shown}"
 

@@ -58,6 +58,7 @@ class LinearGroup:
         share = self.ranks.share(count)
         try:
             rounded = rounding(self.weight_OI[share.start : share.stop])
+        # Rounding knows rows and no names.
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None
         return rounded.gathered(self.ranks, count)
@@ -88,6 +89,7 @@ class Rounded:
         groups_I = self.groups_I.long()
         if self.numbers is not None:
             table_P = self.numbers.table().to(self.codes_OI.device)
+            # torch takes uint8 indices for a mask.
             return table_P[self.codes_OI.int()] * self.scales_OG[:, groups_I]
         return (self.codes_OI.float() - self.zeros_OG.float()[:, groups_I]) * self.scales_OG[
             :, groups_I

@@ -32,6 +32,7 @@ def kept_run(
     context = int(read_hf_config(hf_dir).get("max_position_embeddings", 0))
     request = settings.of_specs([spec]).texts(settings.block_length(context), *texts)
     result = _same(directory, hf_dir, spec, request | {"dtype": settings.dtype}, Quantization)
+    # More than was asked for may be there, not less.
     if result is None or (settings.per_block and not result.measured.blocks):
         return None
     if settings.save and not (directory / CHECKPOINT / LINEAGE_JSON).exists():
@@ -59,7 +60,9 @@ def kept_tasks(
         for path, sha in source.get("files", {}).items()
     }
     if settings.task_files is None:
+        # Without --task-files the hub is asked for; a result of local documents is another one.
         return None if files else result
+    # Local documents are the same by their hashes, and if they are below the given directory.
     same = all(
         path.is_relative_to(settings.task_files) and path.is_file() and sha256_of(path) == sha
         for path, sha in files.items()

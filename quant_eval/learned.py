@@ -85,6 +85,7 @@ class Rotations(nn.Module):
         super().__init__()
         size = max(size for size in range(1, LARGEST_BLOCK + 1) if width % size == 0)
         identity_KK = torch.eye(size, dtype=torch.float64)
+        # Begins as the identity, so that T begins as H alone.
         self.blocks_GKK = nn.Parameter(identity_KK.repeat(width // size, 1, 1))
         orthogonal(self, "blocks_GKK", orthogonal_map="cayley")
 
@@ -159,6 +160,7 @@ class _StraightThrough(torch.autograd.Function):
     def forward(context: Any, x: Tensor, rounded: Tensor, size: int) -> Tensor:
         x_GK = x.reshape(-1, size)
         largest_G1, where_G1 = x_GK.abs().max(1, keepdim=True)
+        # dQ / ds x ds / dmax|x| = (Q - x) / max|x|, since the scale is proportional to max|x|.
         errors_GK = (rounded.reshape(-1, size) - x_GK).div_(largest_G1)
         errors_GK.masked_fill_(largest_G1 == 0, 0.0)  # a group of zeros
         context.save_for_backward(errors_GK, where_G1, x_GK.gather(1, where_G1).sign())
@@ -168,6 +170,7 @@ class _StraightThrough(torch.autograd.Function):
     def backward(context: Any, *gradients: Any) -> Any:
         errors_GK, where_G1, signs_G1 = context.saved_tensors
         gradient_GK = gradients[0].reshape(errors_GK.shape)
+        # Of max|x| only the largest entry has a derivative, which is its sign.
         slope_G1 = (gradient_GK * errors_GK).sum(1, keepdim=True) * signs_G1
         return gradient_GK.scatter_add(1, where_G1, slope_G1).view_as(gradients[0]), None, None
 
@@ -228,6 +231,7 @@ class StraightThroughCast(nn.Module):
             cast.observe(x)
             cast.fix()
         group = cast.args.group_size if cast.args else None
+        # The numbers that share a scale: all, a group of a token, or a token.
         size = x.numel() if cast.is_static else group or self._width
         with torch.no_grad():
             rounded = cast(x)
@@ -257,6 +261,7 @@ def sample(inputs: Activations, width: int, dtype: torch.dtype, ranks: Ranks) ->
         )
     count, length = min(SAMPLE_SEQUENCES, sum(counts)), shapes[0][0][1]
     sample_SLD = torch.zeros(count, length, width, device=ranks.device)
+    # Ranks hold successive shares, so sequences of this one begin after those of lower ranks.
     row = sum(counts[: ranks.rank])
     for index, (size, _) in enumerate(inputs.shapes):
         if row < count:
@@ -316,6 +321,7 @@ def descend(learnables: nn.ModuleList, trial: "Trial", iterations: int, ranks: R
 
     values = [value for part in parts for value in part.parameters()]
     least, best = math.inf, list[Tensor]()
+    # One evaluation more than steps: the values after the last step are judged too.
     for step in range(iterations + 1):
         optimizer.zero_grad()
         error = trial.error()

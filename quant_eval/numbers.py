@@ -51,6 +51,7 @@ class Float4:
         """Return the uint8 codes of such numbers."""
         sizes = torch.tensor(self.SIZES, device=numbers.device)
         positions = torch.searchsorted(sizes, numbers.abs().contiguous())
+        # The sign is the highest of four bits, and that of -0 is kept.
         return (positions + 8 * numbers.signbit()).to(torch.uint8)
 
     def table(self) -> Tensor:

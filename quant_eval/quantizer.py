@@ -70,6 +70,7 @@ class _RotationPart(Part):
     """A rotation and, without a hyphen, the width of its blocks."""
 
     def read(self, field: str, text: str) -> dict[str, Any]:
+        # No name of a rotation ends in a digit, so the digits are the width.
         name = text.rstrip("0123456789")
         block = text.removeprefix(name)
         return {field: name, "rotation_block": int(block) if block else None}
@@ -212,6 +213,7 @@ class QuantSpec(Frozen):
         }
         for word, meaning in self.abbreviations.items():
             if meaning.items() <= values.items():
+                # One word in place of all the parts that it stands for.
                 parts = {"bits": parts["bits"], "group_size": parts["group_size"], "": word}
         return "-".join(filter(None, (head, *parts.values())))
 
@@ -293,6 +295,8 @@ class QuantSpec(Frozen):
         taken = (*self.extras, "iterations") if learns else self.extras
         for option in QuantSpec.model_fields:
             default = type(self).model_fields[option].default
+            # A default of its own, such as 200 iterations of AutoRound, says that a quantizer has
+            # the setting.
             has_it = option in taken or default not in (None, False)
             if option != "bits" and getattr(self, option) != default and not has_it:
                 raise ValueError(f"{self.method} does not take {option}")

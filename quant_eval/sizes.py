@@ -117,6 +117,7 @@ def check_hadamard(widths: Mapping[str, int], block: int | None) -> None:
             )
         else:
             continue
+        # One size of blocks has to divide the widths of all sites.
         common = math.gcd(*widths.values())
         sizes = [size for size in range(2, common + 1) if common % size == 0]
         known = [size for size in sizes if hadamard_factors(size)]
@@ -135,6 +136,7 @@ def hadamard_factors(size: int) -> tuple[int, int] | None:
         for right in range(1, LARGEST + 1)
         if size % right == 0 and _is_known(right) and _is_known(size // right)
     ]
+    # The least of the larger factors belongs to the most equal pair.
     return min((max(pair), min(pair)) for pair in products) if products else None
 
 

@@ -75,12 +75,14 @@ def _read_head(text: str) -> tuple[type[QuantSpec], Settings, str]:
                 f"{named[1]} does not round to {form}; give {' or '.join(with_formats)}"
             )
         return kind, {"format": form} if form else {}, text[named.end() :]
+    # With a hyphen in front, all of the text reads as parts, such as -kv4.
     return Unrounded, {}, f"-{text}"
 
 
 def _read_parts(kind: type[QuantSpec], text: str, rest: str) -> Settings:
     """Return the settings that the parts of a name state, each once and in their order."""
     for word, meaning in kind.abbreviations.items():
+        # The word comes last, after bits and groups alone: it stands for everything else.
         if match := re.fullmatch(rf"((?:-[bg]\d{{1,6}})*)-{word}", rest, re.ASCII):
             settings = _read_parts(kind, text, match[1])
             size = meaning["group_size"]
@@ -108,6 +110,7 @@ def _completed(kind: type[QuantSpec], text: str, head: Settings, parts: Settings
         raise _RefusedNameError(
             f"{head['format']} has its own groups; leave -g and -perchannel out"
         )
+    # What a name leaves out depends on what it states: a format brings its bits and groups.
     settings = kind.implied(head | parts) | head | parts
     if "activations" in head:  # of w4a4, which needs no groups
         settings.setdefault("group_size", None)
@@ -122,10 +125,12 @@ def _unread(kind: type[QuantSpec], text: str, rest: str) -> Exception:
     """Return what is wrong with a name whose end could not be read."""
     for part in parts_of(kind).values():
         if match := re.match(rf"-({part.pattern})(?=-|$)", rest, re.ASCII):
+            # The same setting was read before, perhaps by another word.
             before = re.search(rf"-({part.pattern})(?=-)", text[: -len(rest)] + "-", re.ASCII)
             if before:
                 return _RefusedNameError(f"{before[1]} and {match[1]} do not compose; give one")
             return _RefusedNameError(f"{match[1]} comes too late; keep the order of the parts")
+    # Nothing was read, not even a method.
     if rest == f"-{text}":
         method, hyphen, parts = text.partition("-")
         near = nearest(method, (*BY_METHOD, *FORMATS))

@@ -85,6 +85,7 @@ class TornError(UserError):
 
 def whole_lines(text: str, pattern: re.Pattern[str], command: str) -> Iterator[re.Match[str]]:
     """Yield the match of every line; TornError for one that does not match, or is cut off."""
+    # A whole answer ends with a line end, so the rest is empty; any other rest was cut off.
     *lines, rest = text.split("\n")
     for line in [*lines, *filter(None, [rest])]:
         match = pattern.fullmatch(line)
@@ -123,6 +124,7 @@ def parse_sacct(text: str) -> dict[str, JobState]:
             lines.setdefault(element, []).append(values)
     states = {}
     for element, attempts in lines.items():
+        # The fourth field is the time of submission, in seconds since the epoch.
         state, reason, nodes, _, exit_code = max(attempts, key=lambda values: int(values[3]))
         ended_with = exit_code if ENDED.fullmatch(state) else None
         states[element] = JobState(
@@ -133,6 +135,7 @@ def parse_sacct(text: str) -> dict[str, JobState]:
 
 def _elements(name: str) -> Iterator[str]:
     """Yield the elements of a name: "123_4", or "123_[4,6-12:2%3]" for pending ones."""
+    # After "%" comes a limit of elements at once, which names none.
     array, bracket, indices = name.partition("_[")
     if not bracket:
         yield name
@@ -195,6 +198,7 @@ def job_of(token: str) -> int | None:
     fields = "ArrayJobID:|,Comment:|"
     command = ("squeue", "--me", "--noheader", "--states=all", "-O", fields)
     lines = _whole(lambda: list(whole_lines(_answer(*command), COMMENT_LINE, "squeue")))
+    # The token is in the comment of one call alone.
     for line in lines:
         if line[2].strip() == token:
             return int(line[1])
@@ -219,6 +223,7 @@ def states(elements: Collection[str]) -> dict[str, JobState]:
         accounts = _whole(partial(_accounted, batch))
         if accounts is None:
             break
+        # Where both know an element squeue stays, which tells of the present.
         by_element = accounts | by_element
     return {name: by_element[name] for name in elements if name in by_element}
 

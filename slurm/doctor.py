@@ -123,6 +123,7 @@ def _job(site: Site, directory: Path, wait_seconds: int) -> Iterator[Check]:
     command = shlex.join([str(site.python), "-m", "slurm.doctor", str(directory)])
     lines = [f"#SBATCH {option}" for option in options]
     script.write_text("\n".join(["#!/bin/bash", *lines, "", preamble(site, "train"), command, ""]))
+    # An array of one element, since `cluster` asks about elements, as JOB_INDEX.
     job = str(cluster.submit(script, "0", f"quantdyn:{directory.name}")) + "_0"
     try:
         state = _wait(job, directory, wait_seconds)
@@ -144,9 +145,11 @@ def _wait(job: str, directory: Path, seconds: int) -> str | None:
     deadline = time.monotonic() + seconds
     while True:
         state = cluster.states([job]).get(job)
+        # The report may be there before SLURM says that the job has ended.
         if state is None or state.has_ended or (directory / FIRST_JSON).exists():
             return None
         if time.monotonic() > deadline:
+            # Still waiting: what SLURM itself expects helps to choose --wait.
             expected = f"; SLURM expects it to start at {state.starts}" if state.starts else ""
             return (
                 f"{state.state}, {state.reason} after {seconds} s{expected}; give --wait more, or"
@@ -228,6 +231,7 @@ def first(directory: Path) -> Iterator[Check]:
         launch = torchrun_of_nodes(site.nccl.address, len(nodes), ranks, "doctor")
     launch = (python, *launch[1:], "-m", "slurm.doctor", str(directory), "traffic")
     seconds, failure = _run([*prefix, *launch])
+    # Written by rank 0 alone, at the end: without it there was no all-reduce.
     figure = directory / "traffic.json"
     detail = read_json(figure) if figure.exists() else "no figure"
     yield Check("all-reduce between all ranks", failure, f"{detail}, start {seconds:.0f} s")

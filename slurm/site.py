@@ -206,6 +206,7 @@ class Site(Frozen):
     def resources_of(self, kind: JobKind) -> Resources:
         """Return the resources of a job of the kind: its own table over [slurm]."""
         resources: Resources = getattr(self.resources, kind)
+        # None is "not given" here, so an empty tuple in the table of a kind overrides [slurm].
         inherited = [name for name in Options.model_fields if getattr(resources, name) is None]
         return resources.model_copy(update={name: getattr(self.slurm, name) for name in inherited})
 
@@ -240,6 +241,7 @@ def load_site(path: Path) -> Site:
         raise UserError(
             f"{path} is not TOML: {reason}; correct it (text and times need quotes)"
         ) from None
+    # Before validation, whose errors would show the value.
     for key, value in _texts(content):
         secret = secret_in(key.rpartition(".")[2], value)
         if secret and key != "mlflow.tracking_uri":  # of which the address is told

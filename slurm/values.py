@@ -77,6 +77,7 @@ def seconds_of(time: str) -> int:
     counts = [int(part) for part in clock if part]
     if days is None and len(counts) < 3:  # minutes, or minutes and seconds
         counts.insert(0, 0)
+    # By now the first count is of hours; those left out at the end are 0.
     hours, minutes, seconds = (*counts, 0, 0)[:3]
     if days and hours > 23:
         return 0

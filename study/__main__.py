@@ -124,6 +124,7 @@ def run(
     from study.text.steps import check_held_out, check_text
     from study.tracking.store import opening, tracking_uri
 
+    # The cores that this process may use, which a container or taskset may limit.
     cores = len(os.sched_getaffinity(0))
     hardware = this_machine(device, gpus, cores, sized_for=study.sized_for)
     directory = root / study.name
@@ -136,6 +137,7 @@ def run(
 
     typer.echo(f"{study.name} on {hardware}", err=True)
     try:
+        # All that changes the study comes under the lock: another runner may be at work.
         with locked(directory) as lock_fd:
             write_run_configurations(directory, study, layouts if hardware.gpus else None)
             save_study(directory, study)
@@ -300,6 +302,7 @@ def refresh(name: StudyName, root: Root = Path("runs")) -> None:
     if collected.rows:
         write_table(directory, study, collected.rows)
         write_report(directory, study)
+    # Settled rows alone: MLflow takes none back, so later ones would make the run anew.
     mirror(directory, study, tracking_uri(root), collected.settled)
     typer.echo(f"{directory}: {collected.num_found} of {collected.expected} results")
 

@@ -51,6 +51,7 @@ def in_words(values: Sequence[Any]) -> list[Value]:
         ['web', 'code']
     """
     words = [_in_words(value) for value in _distinguishing(values)]
+    # Short forms only if they tell as many values apart as the whole paths do.
     lasts = [_last(word) for word in words]
     return lasts if len(set(lasts)) == len(set(words)) else words
 
@@ -81,6 +82,7 @@ def _distinguishing(values: Sequence[Any]) -> Iterable[Any]:
         for path in dict.fromkeys(path for content in contents for path in content)
         if len({repr(content.get(path)) for content in contents}) > 1
     ]
+    # A name tells compound values apart by itself.
     named = [path for path in paths if path == "name"] or paths
     parts = [[content.get(path) for path in named] for content in contents]
     return [part[0] if len(part) == 1 else part for part in parts]
@@ -214,16 +216,19 @@ def axes_of(runs: Sequence[AnyRun], controls: Set[str] = frozenset()) -> tuple[A
     if len(trained) < len(runs):
         stages: dict[str, Value] = {run.name: run.name for run in runs}
         return (Axis(key=STAGE, name="stage", scale="category", values=stages),)
+    # Where all runs are controls they are what is compared.
     compared = [run for run in trained if run.name not in controls] or trained
 
     axes: dict[str, Axis] = {}
     for key, quantity in _candidates(compared, trained):
         values = {run.name: quantity.of(run) for run in compared}
         varies = len(set(values.values())) > 1
+        # Candidates come in order of preference, so an axis that is there already wins.
         if key in axes or not varies or _is_implied(values, quantity, axes.values()):
             continue
         everywhere = {run.name: quantity.of(run) for run in trained}
         if quantity.of is _schedule:
+            # A control is named as one, not by the schedule that is left without its anneal.
             everywhere |= dict.fromkeys(controls, NO_ANNEAL)
         axes[key] = _axis(key, quantity, everywhere | values)
     if not axes:
@@ -250,6 +255,7 @@ def _candidates(
             yield key, quantity._replace(implied_by=(*quantity.implied_by, *swept))
 
     varying = [path for path in differing_settings(compared) if path not in COVERED]
+    # The last word of a path, longer where two settings end alike.
     keys = {path: _short(path, varying) for path in varying}
     everywhere = differing_settings(trained)
     for path, key in keys.items():
@@ -299,11 +305,13 @@ def _is_implied(values: dict[str, Value], quantity: _Quantity, axes: Iterable[Ax
     """Return whether other axes together decide the quantity, so that no label need say it."""
     deciding = [axis for axis in axes if axis.key in quantity.implied_by]
     places = {run: tuple(axis.values[run] for axis in deciding) for run in values}
+    # Implied if adding the quantity tells no more places apart than the others do.
     return len(set(places.values())) == len({(places[run], values[run]) for run in values})
 
 
 def _axis(key: str, quantity: _Quantity, values: dict[str, Value]) -> Axis:
     scale: Scale = "category"
+    # A control may have a word among numbers, which decide the scale.
     numbers = [value for value in values.values() if not isinstance(value, str)]
     if numbers:
         scale = "log" if min(numbers) > 0 else "linear"
@@ -344,6 +352,7 @@ def varied_of(axes: Sequence[Axis], controls: Set[str] = frozenset()) -> Varied 
     """
     if axes[0].key == STAGE:
         return None
+    # Curves are drawn against numbers; words make groups.
     axis = next((axis for axis in axes if axis.scale != "category"), axes[0])
     is_category = axis.scale == "category"
     values = {

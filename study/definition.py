@@ -103,6 +103,7 @@ class Study(Showable):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        # The first problem alone is raised: the others may follow from it.
         for problem in self._problems():
             raise ValueError(problem)
         return self
@@ -151,6 +152,7 @@ class Study(Showable):
             f"{name}.sequence_length": each.sequence_length
             for name, each in self.measured_by.items()
         }
+        # A control has no slice, so one checkpoint is enough for it.
         saves_one = len(run.save_steps) < 2 and name not in self.controls
         yield from misfits(run, self._measured_specs, lengths)
         if self.quantization.by_block and saves_one:
@@ -159,6 +161,7 @@ class Study(Showable):
             parent, step = self.parent_of(run), run.branch_from.step
             if parent.branch_from:
                 yield f"{name} branches from {parent.name}, a branch itself; branch from its parent"
+            # A branch needs a checkpoint, and one with the state of the optimizer.
             if step not in parent.save_steps:
                 yield f"{name} branches at step {step}, {parent.name} saves none there"
             elif not parent.saving.keeps_state(step):
@@ -242,6 +245,7 @@ class Study(Showable):
         groups = []
         for text, runs in zip(texts, replicates, strict=True):
             name = runs[0].name
+            # Two groups may have equal values where they differ in what makes no axis.
             label = text if texts.count(text) == 1 else name
             groups.append(Group(self.labels.get(name, label), tuple(runs)))
         return tuple(groups)
@@ -267,6 +271,7 @@ class Study(Showable):
 
         A control has none of those that only the end of a run has.
         """
+        # The first run of a group stands for its seeds.
         has_details = self.detailed == "every seed" or run == self.group_of(run).runs[0]
         is_control = run.name in self.controls
         kinds = [

@@ -35,6 +35,7 @@ def _content(run: RunConfig) -> dict[str, Any]:
 def _trajectory(run: RunConfig) -> str:
     """Return what decides the updates of a run, its anneal aside."""
     content = {key: _content(run)[key] for key in (*MUST_AGREE, "schedule")}
+    # Without the anneal: a run and its control then have the same trajectory.
     content["schedule"] = content["schedule"] | {"anneal": None}
     return json.dumps(content, sort_keys=True)
 
@@ -95,6 +96,7 @@ def _with_seed(runs: Sequence[RunConfig], seed: int) -> Iterator[RunConfig]:
     for run in runs:
         branch = run.branch_from
         if branch:
+            # Parents come before their branches, and their fingerprint changes with the seed.
             parent = parents[branch.run.removeprefix("../")]
             branch = BranchFrom(
                 run=f"../{parent.name}", step=branch.step, fingerprint=fingerprint(parent)
@@ -113,11 +115,13 @@ def with_controls(runs: Sequence[RunConfig]) -> list[RunConfig]:
         ValueError: a run has no checkpoint where its anneal starts.
     """
     annealed = [run for run in runs if run.schedule.anneal and not control_among(runs, run)]
+    # One control serves all anneals of one trajectory that start at one step.
     lacking = grouped(annealed, lambda run: (_trajectory(run), _start(run)))
 
     # the control of an earlier start may be that of a later one too
     controls: dict[str, RunConfig] = {}
     for _, group in sorted(lacking.items(), key=lambda item: item[0][1]):
+        # A control that ends later and saves at this end serves this anneal, too.
         if not all(control_among(controls.values(), run) for run in group):
             controls[group[-1].name] = _control(group)
     shared = {name: _with_shared_factors(control, runs) for name, control in controls.items()}
@@ -133,6 +137,7 @@ def _start(run: RunConfig) -> int:
 def _with_shared_factors(control: RunConfig, runs: Iterable[RunConfig]) -> RunConfig:
     """Return a control with the factors in which all runs agree that it is the control of."""
     annealed = [run for run in runs if control_among([control], run)]
+    # A factor that its annealed runs do not share says nothing about the control.
     shared = set.intersection(*(set(run.factors.items()) for run in annealed))
     factors = {key: value for key, value in control.factors.items() if (key, value) in shared}
     return control.model_copy(update={"factors": factors})
@@ -155,6 +160,7 @@ def _control(annealed: Sequence[RunConfig]) -> RunConfig:
     saves: set[int] = set()
     for run in annealed:
         steps = [step for step in run.save_steps if step > start]
+        # The checkpoint half-way and the last one of each anneal.
         saves |= {steps[(len(steps) - 1) // 2], steps[-1]}
     parent = branch.run.removeprefix("../")
     changes = {

@@ -92,6 +92,7 @@ def stage_before(runs: Iterable[object], run: ReleasedRun) -> ReleasedRun | None
 
 def unknown_parents(runs: Iterable[object]) -> Iterator[str]:
     """Yield what is wrong with the parents of stages: each is to be a stage before its own."""
+    # A stage without a parent has the parent None, which is always known.
     before = set[str | None]([None])
     for run in runs:
         if isinstance(run, ReleasedRun):

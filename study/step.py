@@ -85,6 +85,7 @@ def _words(command: Sequence[str], machine: Machine, **places: str) -> Iterator[
     }
     for argument in command:
         for word in machine.launch if argument == "{launch}" else (argument,):
+            # A placeholder begins a word, as in {study}/lr1: the rest stays after its value.
             name, _, rest = word.removeprefix("{").partition("}")
             yield values[name] + rest if word.startswith("{") and name in values else word
 
@@ -107,6 +108,7 @@ def shown(command: Sequence[str], machine: Machine) -> str:
 def shared(steps: Sequence[Step]) -> tuple[str, ...]:
     """Return the command that does the work of all these steps, which `batches` put together."""
     first = steps[0]
+    # Each once: the steps of a batch are the product of its models and specs.
     models = dict.fromkeys(step.models for step in steps)
     specs = dict.fromkeys(step.specs for step in steps)
     return (
@@ -123,6 +125,7 @@ def batches(steps: Sequence[Step], models: int, specs: int) -> list[list[Step]]:
     A process measures each of its models with each of its specs. The order is that of the first
     step of each batch; steps without a model are alone.
     """
+    # First the specs of one model, then models that have the same specs.
     by_model = grouped(
         steps, lambda step: (step.process, step.models) if step.models else step.name
     )
@@ -130,6 +133,7 @@ def batches(steps: Sequence[Step], models: int, specs: int) -> list[list[Step]]:
     for of_model in by_model.values():
         for start in range(0, len(of_model), specs):
             part = of_model[start : start + specs]
+            # The name keeps a step without a model out of the batches of others.
             alone = "" if part[0].models else part[0].name
             alike = (part[0].process, alone, tuple(step.specs for step in part))
             by_specs.setdefault(alike, []).append(part)

@@ -63,6 +63,7 @@ def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
         parent, first = study.parent_of(run), run.branch_from.step
         after = (*after, f"train-{parent.name}")
         reads = (*reads, _checkpoint_json(parent, MeasuredModel(first)))
+    # Soups are made of exports later; training leaves weights and the averages it keeps.
     kept = [model for model in study.models_of(run) if not model.soup_of]
     return Step(
         f"train-{run.name}",
@@ -82,6 +83,7 @@ def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
 def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
     """Return the steps that make a run's models, then those that measure them, kind by kind."""
     models = study.models_of(run)
+    # Every model has one step that makes it, whatever measures it.
     making = {model: _making_step(run, model) for model in models}
     # averages are made of exports
     steps_by_kind = {
@@ -92,6 +94,7 @@ def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
     for model in models:
         subject = Subject(run.name, model, making[model], texts, before)
         subjects.append(subject)
+        # An average comes before nothing: `before` stays at the weights.
         before = before if model.average else subject
     measured = study.measured(run)
     for kind, settings in study.measurements:
@@ -104,6 +107,7 @@ def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
 
 def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
     """Return the step that makes a model's HF directory: a download, an export or an average."""
+    # The directory tells weights, averages and soups of one step apart.
     name = f"{run.name}-{hf_directory(run.name, model).name}"
     outputs = (model_record(run.name, model),)
     into = f"{{study}}/{RunDirectory(Path(run.name)).hf}"

@@ -140,6 +140,7 @@ def places_of(text: Text) -> dict[str, str]:
             places = {use: f"{{study}}/data/{use}" for use in USES}
             return places | {"tokenizer": f"{{study}}/{CORPUS}/tokenizer"}
         case OwnText():
+            # A study that trains nothing has no share to train on.
             uses = [use for use in USES if getattr(text, use)]
             return {use: f"{{study}}/data/{use}" for use in (*uses, "tokenizer")}
         case _:

@@ -188,6 +188,7 @@ def _changed(run_dir: Path, settings: list[str]) -> tuple[Path, RunConfig]:
     """Return the directory and configuration of the run that `--set` makes of another one."""
     config = load_run(run_dir / "run.json")
     changed = with_settings(config, settings)
+    # The directory gets what the settings added to the name of the run.
     changed_dir = run_dir.parent / (run_dir.name + changed.name.removeprefix(config.name))
     if (changed_dir / "run.json").exists() and load_run(changed_dir / "run.json") != changed:
         raise UserError(

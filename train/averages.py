@@ -42,6 +42,7 @@ def member_steps(average: Lawa | Ema, start: int, step: int) -> range:
         [20, 30, 40]
     """
     interval = average.interval_steps
+    # The first multiple after `start`, and the last one up to `step`.
     first, last = (start // interval + 1) * interval, step // interval * interval
     match average:
         case Lawa(window=window):
@@ -68,6 +69,7 @@ class Averages:
 
     def _slot(self, average: Lawa | Ema, step: int) -> list[Tensor]:
         """Return the slot of the member of this step."""
+        # A ring: a new member takes the slot of the oldest.
         member = step // average.interval_steps % average.slots
         return self._engine.slot(f"{average.name}.{member}")
 
@@ -77,6 +79,7 @@ class Averages:
         for average in self._run.averages:
             if step % average.interval_steps:
                 continue
+            # An EMA starts at its first member, not at 0, and so needs no correction of bias.
             first = len(self._members(average, step)) == 1
             for slot, weights in zip(
                 self._slot(average, step), self._engine.weights(), strict=True
@@ -112,8 +115,10 @@ class Averages:
     def swapped_in(self, average: Lawa | Ema, step: int) -> Iterator[None]:
         """Compute with the average as of `step` within the block, then with the weights again."""
         weights = self._engine.weights()
+        # A copy, as no arithmetic would give the weights back bit for bit.
         saved = [shard.to("cpu", copy=True) for shard in weights]
         steps = self._members(average, step)
+        # An EMA has one slot, which as of its last step holds all of its members.
         members = [self._slot(average, member) for member in steps[-average.slots :]]
         for index, shard in enumerate(weights):
             _mean_into(shard, [member[index] for member in members])
@@ -126,6 +131,7 @@ class Averages:
 
 def _mean_into(target: Tensor, members: list[Tensor]) -> None:
     """Write the uniform mean, rounded to the target's precision once."""
+    # By chunks: a sum in fp64 of a whole shard would take twice the memory of the shard.
     for start in range(0, target.numel(), CHUNK_ELEMENTS):
         part = slice(start, start + CHUNK_ELEMENTS)
         total = torch.zeros_like(target[part], dtype=torch.float64)

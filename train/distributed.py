@@ -29,6 +29,7 @@ def start() -> torch.device:
         device = own_gpu()
         _bind_to_numa_node(device)
     if not dist.is_initialized():
+        # A process without torchrun is a world of one; port 0 lets the system choose a free one.
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         for key, value in alone.items():
             os.environ.setdefault(key, value)
@@ -50,6 +51,7 @@ def _bind_to_numa_node(device: torch.device) -> None:
     """
     allowed = os.sched_getaffinity(0)
     near = allowed & near_cpus(str(torch.cuda.get_device_properties(device).uuid))
+    # Fewer CPUs than an even share of those allowed would slow this rank down.
     if len(near) >= len(allowed) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 0:
         os.sched_setaffinity(0, near)
 
@@ -90,6 +92,7 @@ def sent_to_rank_zero[T](value: T) -> list[T]:
 
 def largest(values: list[float]) -> list[float]:
     """Return the elementwise maximum over all ranks: so they agree on flags."""
+    # In fp64 numbers of bytes are exact.
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_control[0])
     return list(tensor.tolist())

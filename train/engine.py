@@ -41,6 +41,7 @@ class StepResult(NamedTuple):
             grad_norm: of the whole gradient.
             metrics: of this engine.
         """
+        # A batch may count no label at all: its sums are 0 then, and so are its means.
         cross_entropy, z_loss, counted = sums
         common = {"z_loss": z_loss / max(counted, 1)}  # already multiplied by its coefficient
         if counted < positions:

@@ -68,12 +68,15 @@ def largest_logit(
     Where tokens are of `documents_BS`, numbers that differ, both are of one document.
     """
     heads, length, head_dim = query_BNSD.shape[1:]
+    # With grouped queries, consecutive query heads share a key head.
     key_BNSD = key_BNSD.float().repeat_interleave(heads // key_BNSD.shape[1], 1)
     largest = -math.inf
+    # By blocks of queries: the S x S logits of all heads at once would take too much memory.
     for start in range(0, length, queries_at_once):
         stop = min(start + queries_at_once, length)
         query_BNQD = query_BNSD[:, :, start:stop].float()
         logits_BNQK = query_BNQD @ key_BNSD[:, :, :stop].transpose(-1, -2)
+        # Row i of a block is query start + i, which sees keys up to its own position.
         unseen = torch.ones_like(logits_BNQK[0, 0], dtype=torch.bool).triu(start + 1)
         if documents_BS is not None:
             queries, keys = documents_BS[:, start:stop], documents_BS[:, :stop]

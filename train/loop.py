@@ -49,6 +49,7 @@ class _Training:
         device = start()
         self.engine: Engine = build_engine(run, device)
         replica, held_out = self.engine.replica, data.held_out()
+        # Every replica evaluates its own share of the held-out sequences.
         self.held_out = {use: batch.of_replica(replica) for use, batch in held_out.items()}
         tokens = min(PROBE_TOKENS, run.data.sequence_length)
         first_BS = held_out["held_out"].tokens_BS[:PROBE_SEQUENCES]
@@ -71,6 +72,7 @@ class _Training:
         """
         run, directory = self.run, self.directory
         if dist.get_rank() == 0:
+            # This attempt is the newest by now: what an older one left unfinished may go.
             write_json(directory.run_json, dump_run(run))
             remove_unfinished(directory)
             self.metrics = MetricsWriter(directory.metrics, self.attempt.number)
@@ -107,9 +109,11 @@ class _Training:
         """Train until the last step or until asked to stop."""
         total = self.run.total_steps
         if self.begin(launch) is None:
+            # Step 0 has no update of its own: the attempt that begins there evaluates and saves it.
             self.evaluate_and_save(None)
         if self.step == total and is_rank_zero():
             print(f"{self.run.name} is complete: it ended at step {total}, nothing is trained")
+        # Before the first step, in which a rank without a batch would leave the others waiting.
         self.agreement.raise_failures(self.step, self.batches.failure(self.step + 1))
         with Progress(self.run.name, total, done=self.step) as progress:
             while self.step < total and not self.agreement.stopping:
@@ -122,6 +126,7 @@ class _Training:
                 progress.advance(
                     loss=result.loss, lr=learning_rate(self.run, self.step), tokens_per_s=speed
                 )
+        # The last save may still be in its thread: a run is not over before it is complete.
         self.saver.flush()
         self.clock.report(self.step)
         self.finish()
@@ -142,6 +147,7 @@ class _Training:
         else:
             result = self.engine.train_step(batch, rate, self.judge.accept)
         self.watchdog.enter(step, LoopPhase.READ)
+        # The next batch is tried now: a rank that cannot read it has to say so in `share` below.
         failure = self.batches.failure(step + 1)
         speed = speed_of(run, step, self.clock.stop())
         self.watchdog.enter(step, LoopPhase.AGREE)
@@ -192,6 +198,7 @@ class _Training:
         """Evaluate and save where that is due after this step, or where training stops."""
         step, run, directory = self.step, self.run, self.directory
         permanent, every = step in run.save_steps, run.saving.restart_every_steps
+        # A restart checkpoint has what no permanent one of this step has; the end needs none.
         full = permanent and run.saving.keeps_state(step)
         due = self.agreement.stopping or (every is not None and step > 0 and step % every == 0)
         restart = due and not full and step < run.total_steps
@@ -281,12 +288,14 @@ def train(run_path: Path, run: RunConfig, launch: Launch) -> None:
     """
     directory = RunDirectory(run_path)
     if is_rank_zero():
+        # The end of an older attempt must not pass for the end of this one.
         directory.status_json.unlink(missing_ok=True)
     data = open_data(run, directory, verify_hashes=is_rank_zero())
     training = _Training(run, directory, data)
     try:
         training.run_to_end(launch)
     except SupersededError:
+        # A newer attempt owns the directory: not even the end of this one is written there.
         raise
     except BaseException as error:
         reason = " ".join(str(error).split()) or type(error).__name__

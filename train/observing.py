@@ -32,11 +32,13 @@ def observed_step(
     def add(kind: str, values: list[Tensor]) -> None:
         for name, value in engine.by_parameter(values):
             norm = torch.linalg.vector_norm(value, dtype=torch.float64).item()
+            # Squares add up over parameters and ranks; the root is taken at the end.
             squares[f"{kind}/{_part(name)}"] += norm**2
 
     def observe(result: StepResult) -> bool:
         """Look at the gradient where it is whole and not yet clipped."""
         add("gradient_norm", engine.gradients())
+        # Clipping, decay and the optimizer are all in the difference from these weights.
         before.extend(weights.to("cpu", copy=True) for weights in engine.weights())
         return accept(result)
 

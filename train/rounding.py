@@ -96,6 +96,7 @@ def output_errors(
     specs = [spec for bits in settings.bits for spec in settings.specs(bits)]
     errors = {}
     for spec, rounded_OI in zip(specs, rounding(specs, weight_OI, hessian_II, name), strict=True):
+        # The model would compute with the rounded weights in its own dtype: that error counts too.
         computed_OI = rounded_OI.to(weight_OI.dtype)
         error_O, norm_O = row_output_errors(weight_OI, computed_OI, hessian_II)
         error = error_O.sum()
@@ -108,6 +109,7 @@ def output_errors(
 def rounded(engine: Engine, spec: str, rounding: Rounding) -> Iterator[None]:
     """Compute with rounded weights within the block, then with the exact ones again."""
     weights = engine.linears()
+    # Copied back afterwards: training has to continue with the same bits.
     exact = [weight_OI.to("cpu", copy=True) for weight_OI in weights]
     for weight_OI in weights:
         weight_OI.copy_(rounding([spec], weight_OI, None, "a linear")[0])

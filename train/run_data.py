@@ -54,6 +54,7 @@ class RunData:
         """
         size = self._run.batch_size_at(step)
         rows_B = replica.rows(size) if replica else np.arange(size)
+        # Training batches divide evenly over the replicas, so that none of the rows is -1.
         indices_B = self._order(self._run.sequences_at(step - 1) + rows_B)
         return self._read(self._train, indices_B, self._run.data.repetition_filter)
 
@@ -70,6 +71,7 @@ class RunData:
     ) -> Batch:
         tokens_BS = corpus.sequences(indices_B, self._run.data.sequence_length)
         vocab_size = self._run.model.vocab_size
+        # Files that were only listed were never read whole: a token is checked when it is used.
         if corpus.manifest.max_token_id is None and tokens_BS.max() >= vocab_size:
             raise UserError(
                 f"a batch holds token {tokens_BS.max()}, outside the model's vocabulary of"
@@ -154,10 +156,13 @@ def _check_unseen(corpus: TokenSource, held_out: TokenSource) -> None:
     if not isinstance(corpus.manifest, Manifest) or not isinstance(held_out.manifest, Manifest):
         return
     shares = corpus.manifest.share, held_out.manifest.share
+    # Shares choose documents by content: without a common place they have no text in common.
     if shares[0] and shares[1] and not shares[0].overlaps(shares[1]):
         return
+    # Empty files all have one hash, which says nothing of their text.
     made_from = {record.digest for record in corpus.manifest.sources.values() if record.bytes}
     for name, record in held_out.manifest.sources.items():
+        # A part of a dataset has the hash of its tokens; other settings change that, not its name.
         if record.digest in made_from or (
             name.startswith("dataset:") and name in corpus.manifest.sources
         ):

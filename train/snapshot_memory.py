@@ -69,6 +69,7 @@ class SnapshotMemory:
             )
             for tensor, start in zip(tensors, starts, strict=True)
         ]
+        # The copies begin after the kernels already queued, which still write these tensors.
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

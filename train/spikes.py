@@ -79,6 +79,7 @@ class StepJudge:
             self.objection = f"not finite: loss {result.loss}, gradient norm {result.grad_norm}"
         elif self._spikes:
             self.objection = self._spike(result, self._spikes.sigmas)
+            # A step is judged by those before it; then it is one of them, skipped or not.
             self._window.append((result.loss, result.grad_norm))
             self._count(self._spikes.action == "skip", self._spikes.most_skips)
         return self.objection is None

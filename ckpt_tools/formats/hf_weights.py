@@ -52,6 +52,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     try:
         with safe_open(path, framework="pt"):
             pass  # the header is sound and covers the file exactly
+        # 8 bytes hold the header's length; offsets count from the header's end.
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = parse_json(file.read(length), f"the header of {path}")

@@ -50,6 +50,7 @@ class Shard:
             }
             offset += tensor.nbytes
         text = json.dumps(entries, separators=(",", ":")).encode()
+        # Blanks at the end let the numbers begin at a multiple of 8 bytes.
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
@@ -63,7 +64,9 @@ def write_weights(
     ahead of them, up to two pieces each of `CHUNK_BYTES` of a tensor.
     """
     shards = {shard.name: shard for shard in _divide(weights.tensors, shard_bytes)}
+    # A long shard that begins last would keep one thread busy after all others.
     largest_first = sorted(shards, key=lambda name: -shards[name].nbytes)
+    # Where shards are fewer than cores, the other cores read ahead of the writers.
     readers = max(1, default_threads() // len(shards))
     files = each(lambda name: write_shard(directory, shards[name], weights, readers), largest_first)
     if list(shards) != [MODEL_WEIGHTS]:
@@ -108,6 +111,7 @@ def write_shard(directory: Path, shard: Shard, weights: Weights, readers: int) -
             lambda piece: _payload(weights, shard, piece), shard.pieces(), readers
         ):
             hasher.update(payload)
+            # An unbuffered write may take less than it is given.
             while payload:
                 payload = payload[file.write(payload) :]
     return FileRecord(bytes=len(header) + shard.nbytes, digest=f"blake3:{hasher.hexdigest()}")

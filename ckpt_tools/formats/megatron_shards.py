@@ -76,6 +76,7 @@ class ShardedTensors:
                 continue
             if not isinstance(value, TensorStorageMetadata):
                 raise _damaged(checkpoint, f"'{key}' is not a tensor")
+            # Before a name is made for each layer: a damaged size could ask for billions of them.
             if megatron_names.LAYERS in key and not 0 < next(iter(value.size), 0) <= MOST_LAYERS:
                 raise _damaged(checkpoint, f"'{key}' stacks no layers of a model")
             self._add_tensors(key, Described(tuple(value.size), value.properties.dtype))
@@ -83,6 +84,7 @@ class ShardedTensors:
 
         # The place of each box in the files.
         for index, storage in (metadata.storage_data or {}).items():
+            # Objects such as FP8 scales are in the files as well, but are no tensors with boxes.
             if (index.fqn, index.offset) not in sizes:
                 continue
             storage_bytes = checkpoint / storage.relative_path, storage.offset, storage.length
@@ -113,11 +115,13 @@ class ShardedTensors:
             if layer is None:
                 self.boxes[key].append(Box(corner, shape, *storage_bytes, 0))
             else:
+                # Layers count from the box's corner; within its file, from 0.
                 name = _of_layer(key, corner[0] + layer)
                 self.boxes[name].append(Box(corner[1:], shape[1:], *storage_bytes, layer))
 
     def _numbers(self, name: str, box: Box) -> FileTensor:
         """Return the numbers of a box, which torch.save wrote after a description of them."""
+        # Two threads may both miss it, and then note the same numbers twice.
         if box in self._files:
             return self._files[box]
         try:
@@ -137,6 +141,7 @@ class ShardedTensors:
             raise _damaged(box.path, f"'{name}' is not a tensor")
 
         is_contiguous = tensor.is_contiguous() and tensor.storage_offset() == 0
+        # A file of stacked layers has one axis more, before those of the box.
         described = Described(tuple(tensor.shape)[-len(box.shape) :], tensor.dtype)
         if not is_contiguous or described != Described(box.shape, self.tensors[name].dtype):
             raise _damaged(box.path, f"'{name}' is not there as `.metadata` says")
@@ -157,6 +162,7 @@ class ShardedTensors:
             if begin >= end:
                 continue
             file, target = self._numbers(name, box), rows[begin - start : end - start]
+            # Whole rows are read straight to their place, without a copy.
             if box.shape[1:] == tensor.shape[1:]:
                 file.read_into(target, begin - box.corner[0])
             else:  # cut along columns: its rows are not contiguous in the tensor
@@ -219,6 +225,7 @@ class MegatronWeights:
         fused_name, spans = self._rows[name]
         parts, before = [], 0  # rows of the HF tensor in earlier spans
         for first, last in spans:
+            # The part of [start, stop) in this span, counted from the span's first row.
             begin, end = max(start - before, 0), min(stop - before, last - first)
             if begin < end:
                 parts.append(self._stored.read(fused_name, first + begin, first + end))

@@ -32,6 +32,7 @@ def ahead[Item, Result](
         futures: deque[Future[Result]] = deque()
         for item in items:
             futures.append(pool.submit(work, item))
+            # The bound keeps what is read and not yet taken from filling the memory.
             if len(futures) > 2 * threads:
                 yield futures.popleft().result()
         while futures:
@@ -44,6 +45,7 @@ def verify_in_parallel(directory: Path, records: dict[str, FileRecord], next_act
     def check(name: str) -> None:
         verify_files(directory, {name: records[name]}, next_action)
 
+    # The largest first, so that no thread is left with a long file at the end.
     each(check, sorted(records, key=lambda name: -records[name].bytes))
 
 

@@ -40,6 +40,7 @@ def weight_files(directory: Path) -> list[Path]:
             )
     elif not (directory / MODEL_WEIGHTS).is_file():
         raise UserError(f"{directory} holds no safetensors weights; give a complete HF directory")
+    # A plain name has no slash, so an index cannot lead out of its directory.
     for name in sorted(names):
         if not PLAIN_NAME.fullmatch(name) or not (directory / name).is_file():
             raise UserError(f"{index} names '{name}', which is not a file beside it; restore both")

@@ -57,6 +57,7 @@ class Weights(Protocol):
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, live."""
+    # As bytes, since numpy has no bfloat16.
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -136,6 +137,7 @@ class FileTensor(Described):
         offset = self.offset + start * self.row_bytes
         with self.path.open("rb", buffering=0) as file:
             while buffer:
+                # One read may return less than was asked for; on Linux never more than 2 GiB.
                 count = os.preadv(file.fileno(), [buffer], offset)
                 if not count:
                     raise UserError(f"{self.path} is truncated; restore it and run again")

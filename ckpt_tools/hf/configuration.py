@@ -39,6 +39,7 @@ def read_config(hf_dir: Path) -> PretrainedConfig:
             f"{hf_dir}/config.json: {' '.join(str(error).split())[:200]}; give an HF directory"
         ) from None
     path = hf_dir / "config.json"
+    # Refused before anyone makes the modules of so many layers.
     if not 0 < getattr(config, "num_hidden_layers", 1) <= MOST_LAYERS:
         raise UserError(f"{path}: no model has {config.num_hidden_layers:,} layers; restore it")
     check_forms(str(path), read_object(path))
@@ -64,6 +65,7 @@ def complete_configuration(directory: Path, dtype: str, **more: Any) -> None:
 
     `more` are keys to add.
     """
+    # As transformers reads it, which fills the newer form from an older one.
     rope = getattr(read_config(directory), "rope_parameters", None)
     path = directory / "config.json"
     config = read_object(path) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
@@ -115,9 +117,11 @@ def _comparable(config: dict[str, Any], value: Any) -> Any:
     """Return a value such that equal meanings are equal."""
     if not isinstance(value, dict):
         return value.removeprefix("torch.") if isinstance(value, str) else value
+    # Older files say `type` for `rope_type`.
     kind = value.get("rope_type", value.get("type", "default"))
     if kind == "default":
         return None
+    # A scaling that states no original length means the model's own context.
     length = {"original_max_position_embeddings": config.get("max_position_embeddings")}
     stated = {key: each for key, each in value.items() if each is not None}
     scaling = {key: each for key, each in stated.items() if key not in (*MOVED, "type")}

@@ -151,10 +151,12 @@ def restore(hf_dir: Path, again: Path) -> None:
             )
         damaged = [LINEAGE_JSON]
     elif recorded != records:
+        # Other bytes: nothing that was measured of the old files holds, so all of it goes.
         replace_directory(hf_dir, again)
         return
     else:
         damaged = [name for name in recorded if first_damage(hf_dir, {name: recorded[name]})]
+    # A kill between two files leaves the rest damaged, which the next call replaces.
     for name in damaged:
         (hf_dir / name).parent.mkdir(exist_ok=True)
         os.replace(again / name, hf_dir / name)

@@ -46,6 +46,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         source = f"{config.name_or_path}/config.json: " if config.name_or_path else ""
         raise UserError(f"{source}no model can be made of it ({reason}); restore it") from error
+    # Buffers on the meta device hold no numbers, so their modules are made again with some.
     for parent in list(model.modules()):
         for name, module in parent.named_children():
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
@@ -85,6 +86,7 @@ def check_shapes(model: PreTrainedModel, weights: Weights, source: Path) -> None
     shapes = {file: tuple(state[name].shape) or (1,) for name, file in files.items()}
     copies = copies_in_files(model, weights)
     for name, original in copies.items():
+        # A missing original is named by `check_tensors` below.
         if original in weights.tensors and not same_bytes(weights, name, original):
             raise UserError(
                 f"{source}: '{name}' differs from '{original}', which config.json says it is"
@@ -137,6 +139,7 @@ def stream_through(
     weights = HFWeights(hf_dir)
     check_shapes(model, weights, hf_dir)
     files = names_in_files(model)
+    # All modules but the model itself, whose output is the logits.
     for name, module in model.named_modules():
         if name and any(True for _ in module.parameters()):
             names = [key for key, _ in module.named_parameters(recurse=False)]
@@ -161,6 +164,7 @@ def _stream(module: Any, weights: Weights, files: dict[str, str]) -> None:
     if not files:
         return
     if isinstance(module, nn.Embedding):
+        # In place of `forward` alone, so that hooks of the module still run.
         module.__dict__["forward"] = partial(_embed, weights, files["weight"])
     elif isinstance(module, nn.Linear):
         module.__dict__["forward"] = partial(_project, weights, files)

@@ -78,6 +78,7 @@ def load_hf_model(
     from ckpt_tools.hf.forward import check_shapes, empty_model
 
     read_hf_config(hf_dir, architectures)
+    # By the files' headers, before a weight is loaded.
     check_shapes(empty_model(read_config(hf_dir)), HFWeights(hf_dir), hf_dir)
 
     # No code of the directory is run, and no pickle is opened.

@@ -149,6 +149,7 @@ def _tails(paths: Sequence[Path]) -> list[str]:
     longest = max(len(path.parts) for path in paths)
     for count in range(SHOWN_PARTS, longest + 1):
         tails = ["/".join(path.parts[-count:]) for path in paths]
+        # Results of one model share its path, so no length tells those apart.
         if len(set(tails)) == len(set(paths)):
             return tails
     return [str(path) for path in paths]

@@ -58,6 +58,7 @@ def check_plans(api: "HfApi", repo: str, plans: "Mapping[str, ModelInfo]") -> No
         by_hash[files[CONFIG].blob_id] = name
     for name in by_hash.values():
         with tempfile.TemporaryDirectory() as directory:
+            # By its commit, so that a branch that moves meanwhile changes nothing.
             path = api.hf_hub_download(repo, CONFIG, revision=plans[name].sha, local_dir=directory)
             check_measurable(read_regular(Path(path)), f"{repo} at {name}")
 

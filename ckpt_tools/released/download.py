@@ -109,6 +109,7 @@ def _is_complete(target: Path, repo: str) -> bool:
         raise UserError(
             f"{target} is {record.revision} of {record.repo}, not of {repo}; give another directory"
         )
+    # By size alone: hashes would read every complete revision again at each call.
     wrong = [name for name, file in record.files.items() if _size(target / name) != file.bytes]
     if wrong:
         print(f"{target / wrong[0]} is missing or truncated; fetching it again", file=sys.stderr)
@@ -134,6 +135,7 @@ def _check_room(sizes: dict[str, dict[str, int]], into: Path) -> None:
         for name, size in files.items()
         if _size(into / revision / name) != size
     )
+    # The nearest directory that exists is on the disk that takes the files.
     ancestor = next(path for path in (into, *into.absolute().parents) if path.exists())
     free = shutil.disk_usage(ancestor).free
     if needed > free:
@@ -180,9 +182,11 @@ def _model_files(plan: "ModelInfo") -> "list[RepoSibling]":
 def _fetch(api: "HfApi", repo: str, plan: "ModelInfo", target: Path) -> None:
     """Fetch one revision; huggingface_hub resumes an earlier attempt."""
     (target / HUB_STATE).mkdir(parents=True, exist_ok=True)  # marks it as ours and incomplete
+    # From here until `_seal` the revision counts as incomplete, also if the process dies.
     (target / DOWNLOAD_JSON).unlink(missing_ok=True)
 
     expected = {file.rfilename: file for file in _model_files(plan)}
+    # huggingface_hub may take a file of the same commit as it is, whatever its size.
     for name, file in expected.items():
         if _size(target / name) != file.size:
             (target / name).unlink(missing_ok=True)
@@ -194,12 +198,14 @@ def _fetch(api: "HfApi", repo: str, plan: "ModelInfo", target: Path) -> None:
         # The hub gives the hash of large files alone.
         digest = f"sha256:{file.lfs.sha256}" if file.lfs else files[name].digest
         if files[name] != FileRecord(bytes=file.size or 0, digest=digest):
+            # Removed, so that the next attempt fetches it again.
             (target / name).unlink()
             raise UserError(
                 f"{name} of {repo} at {target.name} came with other bytes than the hub says; run"
                 " again"
             )
     _seal(target, DownloadRecord(repo=repo, revision=target.name, commit=plan.sha, files=files))
+    # After the seal: until then it marks a directory that may be resumed.
     shutil.rmtree(target / HUB_STATE)
 
 
@@ -226,6 +232,7 @@ def _copy(source: Path, target: Path, repo: str, names: list[str]) -> None:
         for name in names:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, aside / name)
+            # Hashed as the source recorded it, else the two could not be compared.
             algorithm = recorded[name].algorithm if name in recorded else "sha256"
             files[name] = record_file(aside / name, algorithm)
             if recorded.get(name, files[name]) != files[name]:

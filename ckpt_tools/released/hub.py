@@ -30,6 +30,7 @@ def hub(repo: str) -> Iterator[HfApi]:
     api = HfApi()
     try:
         yield api
+    # From narrow to wide: a gated repository is also not found, and all are errors of HTTP.
     except GatedRepoError:
         raise UserError(
             f"{repo} is gated; accept its terms on the hub, then log in with 'hf auth login'"

@@ -130,6 +130,7 @@ def _read(stage: Stage, repo: str, revision: str) -> Revision | None:
     fields, step = match.groupdict(), stage.at_step
     if "number" in fields:
         number = int(fields["number"])
+        # Chunks count from 0 and are named when they end.
         step = number if stage.chunk_steps is None else (number + 1) * stage.chunk_steps
 
     return Revision(
@@ -158,6 +159,7 @@ def _pattern_of(template: str) -> str:
         pattern += re.escape(template[end : field.start()])
         number = r"0|[1-9][0-9]*"
         if width := field["width"]:
+            # Padded with zeros to the width, or longer without any.
             number = rf"[0-9]{{{width}}}|[1-9][0-9]{{{width},}}"
         is_tokens = field[0] == "{T}"
         pattern += TOKENS if is_tokens else f"(?P<number>{number})"
@@ -192,6 +194,7 @@ def tokens_after(batches: Batches, step: int) -> int:
         >>> tokens_after(((0, 100), (10, 200)), 12)
         1400
     """
+    # A batch size lasts until the next one starts, the last until `step`.
     ends = [start for start, _ in batches[1:]] + [step]
     return sum(
         tokens * max(0, min(step, end) - start)

@@ -81,6 +81,7 @@ def _in_order(source: str, names: Sequence[str], read: Callable[[str], Revision]
             revisions.append(read(name))
         except UserError as error:
             refused[name] = error
+    # Where no name fits, the source is wrong: the first reason stands for all.
     if not revisions and refused:
         raise next(iter(refused.values()))
     if not revisions:
@@ -120,6 +121,7 @@ def _order(revision: Revision) -> tuple[Any, ...]:
 def _local_revision(path: Path, family: str | None, naming: Trajectory | None) -> Revision:
     if naming:
         return parse_revision(path.resolve().parent.name, path.name, naming)
+    # A family that was given decides, whatever the files say.
     lineage = None if family else read_lineage(path)
     if lineage:
         return _exported(path, lineage[0])
@@ -156,8 +158,10 @@ def _exported(path: Path, lineage: dict[str, Any]) -> Revision:
         return Revision(
             repo=lineage.get("run") or path.resolve().parent.name,
             revision=path.name,
+            # The group that matched: the name as exported, or as published.
             stage=average[average.lastgroup or 0] if average else TRAINING,
             average_of=(TRAINING,) if averaged else (),
+            # An average of several runs has no step; it stands at that of its newest ingredient.
             step=max(lineage.get("steps") or [], default=None) if step is None else step,
             tokens=lineage.get("tokens"),
             learning_rate=lineage.get("learning_rate"),

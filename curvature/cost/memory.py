@@ -119,9 +119,11 @@ def check_room(settings: CurvatureSettings, entries: int, device: torch.device) 
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
         of_pass = torch.cuda.max_memory_allocated(device) - allocated
+        # What torch has cached counts as used on the GPU, but is free for this process.
         cached = torch.cuda.memory_reserved(device) - allocated
         free = torch.cuda.mem_get_info(device)[0] + cached
     else:
+        # The peak and the present size in memory of this process, in kB.
         lines = Path("/proc/self/status").read_text().splitlines()
         kilobytes = dict(line.split(":", 1) for line in lines)
         most, now = (int(kilobytes[name].split()[0]) for name in ("VmHWM", "VmRSS"))

@@ -93,8 +93,10 @@ def estimate(config: PretrainedConfig, settings: CurvatureSettings, plan: GpuPla
     return Cost(
         parameters=size,
         work=work,
+        # Simulated was the part of the rank that has most; this is the whole microbatch.
         product_flops=product.flops * sequences / sequences_on_rank,
         product_seconds=product_seconds,
+        # Whole models take pairs in turns; shards of one model take every product together.
         seconds=seconds if sharded else seconds / plan.world_size,
         memory=gpu_memory(config, settings, plan.world_size, max(plain.bytes, product.bytes)),
         host=on_node * host_memory(size, settings, plan.world_size),

@@ -94,12 +94,14 @@ class Count(TorchDispatchMode):
         self._count(func, args, kwargs, result)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
+                # Storages are counted, as views share theirs.
                 storage = leaf.untyped_storage()
                 key = id(storage)
                 if key not in self._sizes and key not in self._old_storages:
                     self._sizes[key] = storage.nbytes()
                     self._now += storage.nbytes()
                     self.peak = max(self.peak, self._now)
+                    # Python may give the id to another storage, so it is forgotten with this one.
                     weakref.finalize(storage, self._gone, key)
         return result
 
@@ -113,12 +115,14 @@ class Count(TorchDispatchMode):
 
     def _move(self, tensors: list[Tensor]) -> None:
         self.kernels += 1
+        # An expanded tensor has more entries than its storage.
         self.moved += sum(
             min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors
         )
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         packet = func._overloadpacket
+        # Views move nothing; within a fused function nothing reaches the GPU's memory.
         if self._inside or func.namespace != "aten" or func.is_view or packet in NO_KERNEL:
             return
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -165,6 +169,7 @@ def _simulated(
 ) -> Pass:
     shortened = copy.deepcopy(config)
     shortened.num_hidden_layers = depth
+    # Settings with an entry for each block have to be as short as the model.
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(shortened, name, value[:depth])

@@ -36,6 +36,7 @@ def causal_attention(
     """Return causal attention softmax(scale Q K') V (Vaswani et al. 2017), [B, S, K G E]."""
     batch, num_kv_heads, groups, positions, head_dim = query_BKGSE.value.shape
     rows = min(queries_per_chunk, max(FEWEST_QUERIES, -(-positions // CHUNKS)))
+    # Scaled queries scale the scores, at the cost of S x E numbers instead of S x S.
     mixed = _Attention.apply(
         *query_BKGSE.map(lambda t: t.flatten(0, 1) * scale),
         *key_BKSE.map(lambda t: t.flatten(0, 1)),
@@ -67,6 +68,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(positions: int, rows: int, device: torch.device) -> Iterator[_Chunk]:
+    # Keys before a chunk are seen by all of its queries: only the square at its end needs a mask.
     above_CC = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
     for start in range(0, positions, rows):
         stop = min(start + rows, positions)
@@ -82,6 +84,7 @@ def _scores(query: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[T
 def _softmax(scores_NQT: Tensor, hidden_CC: Tensor) -> Tensor:
     """Return the weights, 0 for hidden keys: those above the diagonal of the last C columns."""
     wide_NQT, num_hidden = wide(scores_NQT), len(hidden_CC)
+    # Rows are G heads times C queries, and every head has the same mask.
     last_NGCC = wide_NQT.unflatten(1, (-1, num_hidden))[..., -num_hidden:]
     last_NGCC.masked_fill_(hidden_CC, float("-inf"))
     return wide_NQT.softmax(-1)
@@ -114,6 +117,7 @@ def _score_gradients(
     u_NQT = by_p_dot_NQT - (p_NQT * by_p_dot_NQT).sum(-1, keepdim=True)
     w_NQT = torch.addcmul(by_p_NQT, u_NQT, t_NQT)
     w_NQT = w_NQT - (p_NQT * w_NQT).sum(-1, keepdim=True)
+    # p, p_dot = p t, and the gradients by s and s_dot, in the memory of t, w and u.
     products = p_NQT, t_NQT.mul_(p_NQT), w_NQT.mul_(p_NQT), u_NQT.mul_(p_NQT)
     return [product.to(scores_NQT.dtype) for product in products]
 
@@ -147,6 +151,7 @@ class _Attention(torch.autograd.Function):
         q_NGSE, q_dot_NGSE, *others, centre_NGS1 = ctx.saved_tensors
         k_NSE, k_dot_NSE, v_NSE, v_dot_NSE = (tensor.contiguous() for tensor in others)
         by_q_NGSE, by_q_dot_NGSE = torch.empty_like(q_NGSE), torch.empty_like(q_NGSE)
+        # Summed over chunks, so in fp32 or wider, and rounded once at the end.
         by_k, by_k_dot, by_v, by_v_dot = (sums_like(k_NSE) for _ in range(4))
         for chunk in _chunks(q_NGSE.shape[2], ctx.rows, q_NGSE.device):
             keys = slice(chunk.stop)
@@ -157,6 +162,7 @@ class _Attention(torch.autograd.Function):
             )
 
             # the weights anew, and the gradients by them and by the scores
+            # a = G v' and b = H v' + G v_dot' have the form of scores with G for q and H for q_dot.
             by_p_dot, by_p = _scores((by_o_dot, by_o), (v, v_dot))
             p, p_dot, by_s, by_s_dot = _score_gradients(
                 *_scores((q, q_dot), (k, k_dot)),

@@ -54,6 +54,7 @@ def curved_family(config: PretrainedConfig) -> Family:
     expected = {"is_causal": True, "hidden_act": family.hidden_act}
     if not family.rotates_parts:
         expected["partial_rotary_factor"] = 1.0
+    # transformers 5 holds the settings of the rotary embedding in a dictionary of their own.
     settings = config.to_dict() | (config.rope_parameters or {})
     for name, value in expected.items():
         if settings.get(name) not in (None, value):
@@ -76,6 +77,7 @@ def dual_block(family: Family) -> Block:
             case "sequential":
                 source_BSD = written_BSD
             case "configured":
+                # In parallel, attention and MLP read the same stream.
                 source_BSD = hidden_BSD if layer.use_parallel_residual else written_BSD
             case _:
                 assert_never(family.residual)
@@ -87,6 +89,7 @@ def dual_block(family: Family) -> Block:
         after_attention, after_mlp = (
             getattr(layer, name) for name in (family.attention_norm, family.mlp_norm)
         )
+        # The norm is of what attention writes; the stream is added after it.
         hidden_BSD = norm(after_attention, written_BSD, context.dtype, hidden_BSD)
         written_BSD = _mlp(family, layer, hidden_BSD, context.dtype)
         return norm(after_mlp, written_BSD, context.dtype, hidden_BSD)
@@ -155,6 +158,7 @@ def _queries_keys_values(
         return query, key, value
 
     query, key, value = projected
+    # A norm over the features of all heads comes before they are parted, one of each head after.
     match family.query_key_norm:
         case "none":
             query, key = (_heads(part, attention.head_dim) for part in (query, key))

@@ -85,6 +85,7 @@ class _CrossEntropy(torch.autograd.Function):
             by_z_dot_CV.scatter_(-1, labels_C1, at_label_C1)
             by_h_NI[rows] = torch.addmm(by_z_CV @ w_VI, by_z_dot_CV, w_dot_VI)
             torch.mm(by_z_dot_CV, w_VI, out=by_h_dot_NI[rows])
+            # The slope's gradient by W is by_z' h + by_z_dot' h_dot; W_dot is given and needs none.
             for by_CV, read_CI in ((by_z_CV, h_CI), (by_z_dot_CV, h_dot_CI)):
                 add_product(by_w_VI, by_CV, read_CI)
             losses.append(loss)
@@ -97,5 +98,6 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _by_loss: Tensor, by_slope: Tensor) -> Any:  # type: ignore[override]
+        # In place: each graph is walked back once, a second backward pass would scale twice.
         by_h_NI, by_h_dot_NI, by_w_VI = (gradient.mul_(by_slope) for gradient in ctx.gradients)
         return by_h_NI, by_h_dot_NI, by_w_VI.to(ctx.dtype), None, None, None

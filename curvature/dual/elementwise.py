@@ -47,6 +47,7 @@ def _normed(
     x, x_dot = wide(x), wide(x_dot)
     scale = torch.rsqrt(_mean(x.square()) + epsilon)
     n = x * scale
+    # y_dot = w n_dot + w_dot n, made while n is not yet y.
     n_dot = (x_dot - n * _mean(n * x_dot)).mul_(scale).mul_(weight_I).addcmul_(n, weight_dot_I)
     n.mul_(weight_I)
     if residual is None or residual_dot is None:
@@ -100,6 +101,7 @@ class _RMSNorm(torch.autograd.Function):
         x, x_dot, weight, weight_dot = ctx.saved_tensors
         by_inputs = _normed_gradients(x, x_dot, weight, weight_dot, by_y, by_y_dot, ctx.epsilon)
         by_residual = (by_y, by_y_dot) if ctx.added else (None, None)
+        # A weight's tangent is given, so it takes no gradient; nor does epsilon.
         return *by_inputs, None, *by_residual, None
 
 
@@ -112,6 +114,7 @@ def _silu(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sigmoid s, f = a s (Elfwing et al. 2018) and its slope f' = s + f (1 - s)."""
     s = torch.sigmoid(a)
     f = a * s
+    # lerp(f, 1, s) = f + s (1 - f) = s + f (1 - s).
     return s, f, torch.lerp(f, torch.ones_like(f[..., :1]), s)
 
 
@@ -133,6 +136,7 @@ def _gated_gradients(
     """
     dtype, a = a.dtype, wide(a)
     s, f, slope = _silu(a)
+    # G a_dot f'': the backward of a sigmoid gives the factor s (1 - s).
     bend = torch.ops.aten.sigmoid_backward(wide(by_y_dot * a_dot), s)
     bend.mul_(torch.sub(a, f, alpha=2).add_(2))
     by_slope = slope * by_y_dot
@@ -197,4 +201,5 @@ class _Rotated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_y: Tensor, by_y_dot: Tensor) -> Any:  # type: ignore[override]
         cos_SE, sin_SE = ctx.tables
+        # The transpose of a rotation turns back by the same angle.
         return *_turned(by_y, by_y_dot, cos_SE, -sin_SE, ctx.dtype), None, None, None

@@ -64,6 +64,7 @@ class Dual(NamedTuple):
 
 def rematerialised(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
     """Call `function`, and again in the backward pass, for which its arguments alone are kept."""
+    # Models are in eval mode: nothing is random, so no generator's state has to be kept.
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
@@ -152,6 +153,7 @@ def xielu(x: Dual, alpha_p: Dual, alpha_n: Dual, beta: Tensor, epsilon: Tensor) 
     """
     x, alpha_p, alpha_n = widened(x), widened(alpha_p), widened(alpha_n)
     exponent = x.value.clamp(max=epsilon)
+    # Where the exponent is clamped e^x is a constant, whose slope is 0.
     bend = Dual(
         torch.expm1(exponent) - x.value, (torch.exp(exponent) * (x.value < epsilon) - 1) * x.tangent
     )

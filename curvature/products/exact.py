@@ -74,9 +74,12 @@ class DualHessian:
         loss = along = 0.0
         sequences = sum(map(len, batches_BS1))
         for tokens_BS1 in batches_BS1:
+            # A batch's loss is the mean over its own sequences; its share makes it part of the
+            # whole mean.
             share = len(tokens_BS1) / sequences
             batch_loss, slope = self._model.dual_loss(tokens_BS1)
             loss, along = loss + share * batch_loss, along + share * slope.value
+            # The gradient of g.v by the weights is this batch's part of Hv.
             objective = slope.share * share
             collected(self.parameters, objective, lambda name, hv: add(parts[name], hv))
         return HessianProduct(loss, along, hv_p)
@@ -98,6 +101,7 @@ class DualHessian:
     def _quadratic(self, tokens_BS1: Tensor, direction: Callable[[str], Tensor]) -> Quadratic:
         self._model.set_tangents(direction)
         loss, slope = self._model.dual_loss(tokens_BS1)
+        # v is read back from the model, rounded as the pass had it.
         dots = streamed(
             self.parameters, slope.share, lambda name, hv: dot(self._model.tangent(name), hv)
         )
@@ -142,8 +146,10 @@ def collected(
     try:
         objective.backward()
     finally:
+        # Hooks left by a failed pass would take the gradients of the next one.
         for hook in hooks:
             hook.remove()
+    # A tensor that no hook saw would keep Hv = 0 in `mean_product`, unnoticed.
     waiting = parameters.weights.keys() - results
     assert not waiting, f"{sorted(waiting)[:3]} do not enter the loss"
     return results

@@ -58,6 +58,7 @@ def difference_product(
 
     def gradient_at(step: float) -> tuple[float, Tensor]:
         """Return the mean loss at theta + step v, and the picture of its gradient."""
+        # The first call asks for step 0, before the parameters have moved.
         if step:
             parameters.move(theta_p, lambda name: parameters.signs(name, sketch.along), step)
         loss = model.loss(tokens_BS1)
@@ -69,12 +70,14 @@ def difference_product(
     step = TRIAL_STEP * parameters.norm(theta_p) / math.sqrt(parameters.size)  # |v| of signs
     try:
         for _ in range(MAX_STEPS):
+            # A central difference: terms of even order in the step cancel.
             difference_s = gradient_at(step)[1]
             difference_s -= gradient_at(-step)[1]
             change = sketch.norm(difference_s) / norm if norm else math.nan
             ratio = change / RELATIVE_CHANGE
             if 1 / ACCEPTED_FACTOR <= ratio <= ACCEPTED_FACTOR:
                 return SketchedProduct(loss, difference_s.div_(2 * step))
+            # 0, infinite or not a number: there is nothing to scale the step by.
             if not 0 < ratio < math.inf:
                 break
             step /= ratio  # the change is about proportional to the step
@@ -110,6 +113,7 @@ def check_product(
     judged = ["loss", "product"] if dtype == "fp32" else list(GuardLimits._fields)
     for name in judged:
         difference, limit = getattr(differences, name), getattr(limits, name)
+        # Written so that a NaN is refused too.
         if not difference <= limit:
             instead = "check the checkpoint" if dtype == "fp32" else "give --dtype fp32"
             raise UserError(

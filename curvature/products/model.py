@@ -90,17 +90,20 @@ class CurvedModel:
         block = dual_block(self.entry.family)
         for layer in model.get_decoder().layers:
             layer.forward = _extended(layer, block, checkpointing)
+        # Before sharding, so that FSDP2 shards and gathers tangents with their weights.
         _add_tangents(model, self._dtype)
         if self._sharded:
             self._shard(model)
         self.parameters = Parameters(
             model, ranks.sum if self._sharded else lambda summed: summed, vectors
         )
+        # Until `set_tangents` the direction is 0, not what empty memory holds.
         for name in self.parameters.weights:
             self.tangent(name).zero_()
 
     def _shard(self, model: Any) -> None:
         mesh = init_device_mesh(self._ranks.device.type, (self._ranks.size,))
+        # Blocks first: the root then groups only the parameters that no block has taken.
         for layer in model.get_decoder().layers:
             fully_shard(layer, mesh=mesh)
         # FSDP2 keeps the root gathered until a backward pass; after a loss alone, a move would not
@@ -142,6 +145,7 @@ class CurvedModel:
         """
         count, positions = len(tokens_BS1), tokens_BS1.shape[1] - 1
         rows = self._ranks.share(count) if self._sharded else range(count)
+        # Over the tokens of the whole batch, of which this rank has a part.
         scale = 1 / (count * positions) if rows else 0.0
         rows = rows or range(1)
         return tokens_BS1[rows.start : rows.stop].to(self._ranks.device), rows, scale
@@ -183,8 +187,10 @@ class _Entry(nn.Module):
         dtype, decoder = self._dtype, self.model.get_decoder()
         inputs_BS, labels_N = tokens_BS1[:, :-1], tokens_BS1[:, 1:].flatten()
         table = parameter(self.model.get_input_embeddings(), dtype)
+        # Looking up a row is linear in the table, so the tangent is looked up likewise.
         hidden_BSD = widened(table.map(lambda t: embedded(inputs_BS, t)))
         positions = torch.arange(inputs_BS.shape[1], device=inputs_BS.device)[None]
+        # All sequences have the same positions: the tables' axis of one sequence is dropped.
         cos_SE, sin_SE = (table[0] for table in decoder.rotary_emb(hidden_BSD.value, positions))
         context = Context(cos_SE, sin_SE, dtype, self._queries_per_chunk)
         for layer in decoder.layers:
@@ -201,6 +207,7 @@ class _Entry(nn.Module):
 
 def _extended(layer: Any, block: Block, checkpointing: bool) -> Callable[..., Any]:
     """Return a block's forward for tensors and dual numbers, which may keep its inputs alone."""
+    # Bound now, as the result will take the place of `layer.forward`.
     of_tensors, of_duals = layer.forward, functools.partial(block, layer)
 
     def forward(hidden: Any, *arguments: Any, **kwargs: Any) -> Any:
@@ -219,6 +226,7 @@ def _add_tangents(model: nn.Module, dtype: torch.dtype) -> None:
     """
     tangents: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
+        # A list, as registering changes what is iterated over.
         for name, weight in list(module.named_parameters(recurse=False)):
             if id(weight) not in tangents:
                 empty = torch.empty_like(weight, dtype=dtype, requires_grad=False)

@@ -36,6 +36,7 @@ def block_of(name: str) -> str:
 
 def is_norm(name: str) -> bool:
     """Return whether a parameter is a norm's, with far larger Hessian entries than a matrix's."""
+    # The last part but one is the module that holds the parameter.
     return "norm" in name.split(".")[-2]
 
 
@@ -69,6 +70,7 @@ class Parameters:
     ) -> None:
         """`reduce` sums over the ranks with the other parts, `device` is that of vectors."""
         named = model.named_parameters()
+        # Tangents are registered beside the weights, but belong to no vector v_p.
         self.weights: dict[str, nn.Parameter] = {
             name: w for name, w in named if not name.endswith(TANGENT)
         }
@@ -115,6 +117,7 @@ class Parameters:
         v_p = self.zeros()
         parts = self.split(v_p)
         for name, tensor in tensors.items():
+            # A part is rows, so it is contiguous in the flattened whole.
             start, count = self._starts[name], parts[name].numel()
             parts[name].copy_(tensor.flatten()[start : start + count].view_as(parts[name]))
         return v_p
@@ -242,6 +245,7 @@ def _pieces(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     pinned = _buffer(source.dtype)
     slices = (flat.split(ENTRIES_PER_COPY) for flat in (target.view(-1), source.reshape(-1)))
     for into, part in zip(*slices, strict=True):
+        # One buffer is enough: copies block, and a piece is used before the next is asked for.
         yield into, pinned[: len(part)].copy_(part).to(into.device)
 
 

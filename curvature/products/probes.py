@@ -23,6 +23,7 @@ def _signed(value: int) -> int:
     return value - (1 << BITS_PER_WORD) if value >> (BITS_PER_WORD - 1) else value
 
 
+# The increment and the multipliers of SplitMix64, see `words`.
 GOLDEN = _signed(0x9E3779B97F4A7C15)
 MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
@@ -43,6 +44,7 @@ def words(key: str, start: int, stop: int, *, device: torch.device | str = "cpu"
         True
     """
     state = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    # The state after n steps is the seed plus n increments: no word needs those before it.
     counters = torch.arange(start + 1, stop + 1, device=device)
     mixed = counters * GOLDEN + _signed(state)
     mixed = _xor_shift(mixed, 30) * MULTIPLIERS[0]
@@ -81,6 +83,7 @@ def rademacher(
         # thirds of the time, but gathering from it was a quarter of a Hessian product on an H100.
         bits = (chunk.view(torch.uint8)[:, None] >> places) & 1
         drawn = bits.flatten().view(torch.int8).mul_(2).sub_(1)
+        # A chunk is of whole words, which at the ends may reach beyond start and stop.
         offset = word * BITS_PER_WORD
         low, high = max(start, offset), min(stop, offset + len(drawn))
         signs[low - start : high - start] = drawn[low - offset : high - offset]

@@ -35,12 +35,14 @@ class Sharing:
         far as this rank knows.
         """
         first, turns = (0, 1) if self._sharded else (self.ranks.rank, self.ranks.size)
+        # The rows of other ranks stay 0, so the sum over the ranks puts all rows together.
         rows_RC = torch.zeros(count, 2 + len(names), dtype=torch.float64)
         for row in range(first, count, turns):
             loss, slope, dots = quadratic(row)
             rows_RC[row] = torch.tensor([loss, slope, *dots.values()], dtype=torch.float64)
             for _ in range(min(turns, count - row)):
                 on_item()
+        # Ranks with shards of one model took every product together: each has all rows already.
         if not self._sharded:
             self.ranks.sum(rows_RC)
         return [
@@ -70,6 +72,7 @@ class Sharing:
             share = sum(map(len, share_BS1)) / total
             # A rank without a batch joins the sum with 0.
             hv_p = hessian.mean_product(share_BS1, v_p).hv_p if share_BS1 else torch.zeros_like(v_p)
+            # hv_p is of the mean over this rank's sequences; weighted so, the ranks' sum is of all.
             if share < 1:
                 hv_p.mul_(share)
             on_product()

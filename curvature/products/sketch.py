@@ -30,6 +30,7 @@ class CountSketch:
     def __init__(self, parameters: Parameters, along: Probe) -> None:
         self.along = along
         self._parameters, self._signs = parameters, Probe(along.seed, SIGNS_PROBE)
+        # A tensor's part of a picture is v_t . x_t, then its buckets.
         self._sizes = [1 + _width(local(weight)) for weight in parameters.weights.values()]
 
     def part(self, name: str, x: Tensor) -> Tensor:
@@ -38,6 +39,7 @@ class CountSketch:
         signs_n = self._parameters.signs(name, self._signs).flatten()
         width = _width(x_n)
         sums = torch.zeros(width, dtype=torch.float64, device=x.device)
+        # Entry i falls into bucket i mod width: pieces but the last are multiples of the width.
         for entries, signs in zip(
             x_n.split(ENTRIES_AT_ONCE), signs_n.split(ENTRIES_AT_ONCE), strict=True
         ):

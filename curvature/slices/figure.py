@@ -60,6 +60,7 @@ def levels_of(increase: NDArray[np.float64]) -> list[float]:
 
     def ladder(top: float) -> list[float]:
         decade = int(np.floor(np.log10(top)))
+        # Three rungs a decade: ten levels reach less than four decades below the top.
         rungs = [
             rung * 10.0**power for power in range(decade - 4, decade + 2) for rung in (1, 2, 5)
         ]
@@ -146,6 +147,7 @@ def draw_plane(axes: Axes, result: dict[str, Any], levels: list[float]) -> Conto
     along_x_YF = CubicSpline(grid["x"], increase_over(result), axis=1)(x_F)
     fine_FF = CubicSpline(grid["y"], along_x_YF)(y_F)
     colours, norm = _colours(levels)
+    # contourf leaves blank what is beyond the outermost levels, such as a cubic's overshoot.
     drawn = np.clip(fine_FF, levels[0], levels[-1])
     filled = axes.contourf(x_F, y_F, drawn, levels=levels, cmap=colours, norm=norm)
     axes.contour(x_F, y_F, fine_FF, levels=levels[1:-1], colors=INK, linewidths=0.5, alpha=0.7)

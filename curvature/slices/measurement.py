@@ -102,6 +102,7 @@ def measure(
             tensor = step.quantized[files[name]]
             base.weights[name].copy_(tensor.read(0, tensor.shape[0]).view_as(base.weights[name]))
 
+    # The base holds the quantized weights now: its loss is that of the third point.
     measured = _measured(
         plane, base, {"base": base_B, "previous": before_B, "quantized": base()}, settings, ranks
     )
@@ -147,6 +148,7 @@ def _measured(
         for axis in range(2)
     )
     grid_QB = losses_at(plane, losses, [PlanePoint(x, y) for y in y_Y for x in x_X], ranks, "grid")
+    # The points were listed row by row of y.
     loss_YX = grid_QB.view(settings.grid, settings.grid, -1).mean(dim=-1)
     return {
         "points": points,

@@ -77,6 +77,7 @@ class Plane:
                 " model"
             )
         along = dot(first, second) / lengths[0]
+        # Rounding may make the difference negative where the directions are nearly parallel.
         across = math.sqrt(max(lengths[1] ** 2 - along**2, 0.0))
         if across < SMALLEST_ANGLE * lengths[1]:
             raise UserError(
@@ -91,6 +92,7 @@ class Plane:
     @torch.no_grad()
     def move(self, point: PlanePoint) -> None:
         """Set the weights to those at a point, always from the base: no rounding adds up."""
+        # `second` alone has a part along y, so b comes first and a from what is left along x.
         b = point.y / self.ends[1].y
         a = (point.x - b * self.ends[1].x) / self.ends[0].x  # exact at the base and the ends
         for name, weight in self._weights.items():
@@ -135,6 +137,7 @@ def losses_at(
     Raises:
         UserError: a loss is not finite.
     """
+    # Points of other ranks stay 0, so the sum over the ranks fills them in.
     losses_QB = torch.zeros(len(points), losses.sequences, dtype=torch.float64)
     share = ranks.share(len(points))
     with Progress(label, total=len(share)) as progress:
@@ -143,6 +146,7 @@ def losses_at(
             losses_QB[index] = losses()
             progress.advance(loss=float(losses_QB[index].mean()))
     ranks.sum(losses_QB)
+    # Checked after the sum, where all ranks see the same losses and stop together.
     for point, losses_B in zip(points, losses_QB, strict=True):
         check_finite(f"x {point.x:.4g}, y {point.y:.4g}", losses_B, "give other models")
     return losses_QB
@@ -164,6 +168,7 @@ def grid_coordinates(values: Sequence[float], margin: float, count: int) -> list
         [-1.0, 0.0, 1.0, 2.0, 3.0]
     """
     low, high = min(0.0, *values) - margin, max(0.0, *values) + margin
+    # With `below` steps on the left of 0, one step must be long enough for either side.
     step, below = min(
         (max(-low / below, high / (count - 1 - below)), below) for below in range(1, count - 1)
     )

@@ -87,6 +87,7 @@ def density(
     """
     rules = [_gauss_rule(product, start_p, inner, steps) for start_p in starts]
     nodes, weights = ([rule[part] for rule in rules] for part in (0, 1))
+    # N times the mean of sum_i w_i t_i^k is tr H^k; of a symmetric H tr H^2 is |H|_F^2.
     moments = ([_dot([t**power for t in x], w) for x, w in rules] for power in (1, 2))
     trace, squared_norm = (
         _estimate([num_parameters * value for value in values]) for values in moments

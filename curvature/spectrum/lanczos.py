@@ -120,6 +120,7 @@ class Krylov:
         _add(w_p, self._basis, -in_span_k)
         _add(w_p, self._basis, -self._inner(self._basis, w_p))
         beta = norm(w_p, self._inner)
+        # |Hq| from its parts within and beside Q, as w itself was overwritten.
         length = math.hypot(float(in_span_k.norm()), beta)
         if not math.isfinite(length):
             raise UserError(
@@ -129,7 +130,9 @@ class Krylov:
         # Where Q spans all there is, two passes leave noise, which as a basis vector would come
         # back as ghosts.
         self.exhausted = beta <= ROUNDING * torch.finfo(w_p.dtype).eps * length
+        # The part along the newest q is q.Hq, the diagonal of T.
         self._diagonal.append(float(in_span_k[-1]))
+        # A 0 closes T, and makes the errors of its Ritz pairs 0.
         self._off_diagonal.append(0.0 if self.exhausted else beta)
         if not self.exhausted:
             self._next_p = w_p.div_(beta)
@@ -204,6 +207,7 @@ def lanczos(
         bottom, top = range(min(smallest, size)), range(max(size - largest, 0), size)
         ends = sorted({*bottom, *top})
         small_enough = bool((ritz.errors_k <= tolerance * ritz.values_k.abs())[ends].all())
+        # With fewer steps than pairs the two ends overlap, and one pair would stand for two.
         converged = size >= largest + smallest and small_enough
         if converged or krylov.exhausted or size == max_iterations:
             break

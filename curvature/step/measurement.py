@@ -39,6 +39,7 @@ def measure(
             " process"
         )
     clock = time.perf_counter()
+    # Results that do not fit the model are refused before it is loaded.
     steps = [read_step(hf_dir, result_dir) for result_dir in result_dirs]
     needed = settings.microbatches * settings.microbatch_sequences
     subject = open_model(hf_dir, settings, data_prefix, ranks, needed=needed)
@@ -72,10 +73,12 @@ class _Common:
         """Return signs v for the tensors of delta, and v_t'(Hv)_t."""
         hessian = self._subject.hessian
         which: dict[str, Any] = {"seed": self._seed, "probe": index}
+        # Of whole tensors, as delta is; `take` cuts out this rank's part.
         signs = {
             name: rademacher(name, 0, moved.numel(), dtype=moved.dtype, **which).view_as(moved)
             for name, moved in delta.items()
         }
+        # v'Hv depends on a step only by the tensors that it moves.
         key = index, frozenset(delta)
         if key not in self._products:
             v = hessian.parameters.take(signs)
@@ -94,6 +97,7 @@ def _predicted(
         for name in parameters.weights
         if (moved := step.delta(files[name])) is not None
     }
+    # Products of `predict`: the step, the step with random signs, and each block's part.
     total = settings.microbatches * (2 + len({block_of(name) for name in delta}))
 
     with Progress(f"step of {step.spec}", total=total) as progress:

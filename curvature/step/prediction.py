@@ -104,6 +104,7 @@ class _Part:
             "step_to_signed": ("along_step", "signed"),
             "signed_to_mean": ("signed", "mean"),
         }
+        # predicted / measured - 1 = -remainder / measured.
         excess = [-value for value in values["remainder"]]
         return {
             "norm": math.sqrt(self.square),
@@ -166,6 +167,7 @@ def predict(
     for index in range(microbatches):
         probe, probed = random(index)
         with_signs = {name: probe[name] * tensor for name, tensor in delta.items()}
+        # Over the signs, terms between two blocks have mean 0: one product serves every part.
         signed = evaluate(index, with_signs).dots
         # By the function that measures after the step: rounding that they share is not an increase.
         losses.append(loss_moved(index, {}))

@@ -67,6 +67,7 @@ def read_step(hf_dir: Path, result_dir: Path) -> QuantizationStep:
     path = result_dir / DENSE_JSON
     if measured.dense is None or not path.is_file():
         raise UserError(f"{result_dir} holds no dequantized weights; {again}")
+    # A chain of hashes: result.json has that of dense.json, which has those of all its files.
     if sha256_of(path) != measured.dense:
         raise UserError(f"{path} is not the one that {RESULT_JSON} was written with; {again}")
     dense = read_model(_Dense, path)

@@ -43,6 +43,7 @@ def token_uniforms(seed: int, microbatch: int, sequence: int, length: int) -> Te
         True
     """
     stream = words(f"uniform/{seed}/{microbatch}/{sequence}", 0, length)
+    # The shift of signed words repeats the sign bit, which the mask takes off.
     return ((stream >> 11) & (2**53 - 1)).double() / 2**53
 
 
@@ -71,7 +72,9 @@ def sampled_labels(logits_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     for rows_NV, u_N in zip(logits_NV.detach().split(ROWS), uniforms_N.split(ROWS), strict=True):
         weights_NV = rows_NV.double()
         mass_NV = (weights_NV - weights_NV.amax(dim=-1, keepdim=True)).exp().cumsum(dim=-1)
+        # u times the total mass is compared, so the distribution need not be normalised.
         labels.append(torch.searchsorted(mass_NV, u_N[:, None] * mass_NV[:, -1:], right=True)[:, 0])
+    # Rounding of that product, or a NaN, may lead beyond the last label.
     return torch.cat(labels).clamp(max=logits_NV.shape[-1] - 1)
 
 

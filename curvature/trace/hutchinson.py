@@ -123,6 +123,7 @@ def measure_traces(subject: CurvatureSubject, settings: HutchinsonSettings) -> d
         drawn = functools.partial(criterion, seed=settings.seed, microbatch=index)
         objective = subject.model.loss(tokens_BS1, drawn)
         squares = streamed(parameters, objective.share, lambda _, gradient: dot(gradient, gradient))
+        # g is of the mean over N tokens, so |N g|^2 / N = N |g|^2 is the sample.
         num_tokens = tokens_BS1[:, 1:].numel()
         scaled = {name: num_tokens * square for name, square in squares.items()}
         return Quadratic(objective.value, 0.0, scaled)

@@ -42,6 +42,7 @@ def most_tried(exports: int, kept: int) -> tuple[int, int]:
         >>> most_tried(exports=4, kept=1)
         (11, 6)
     """
+    # Windows of 2 to n exports are n - 1; the soup tries each of the n - 1 others once.
     averages = 2 * max(0, exports - 1)  # windows, and additions to the soup
     return exports + kept + averages, averages
 
@@ -78,10 +79,13 @@ def search(exports: Sequence[str], kept: Sequence[str], loss: Loss) -> dict[Memb
 
 def _greedy_soup(exports: Sequence[str], loss: Loss) -> Members:
     """Return the soup of exports, best first, less those that would raise its loss."""
+    # The order of the algorithm: from the best export on its own to the worst.
     best, *others = sorted(exports, key=lambda name: loss((name,)))
     soup: Members = (best,)
     for name in others:
+        # In the order of the exports, so that a soup that equals a window is measured once.
         wider = tuple(export for export in exports if export in (*soup, name))
+        # Equal counts as better, as in algorithm 1.
         if loss(wider) <= loss(soup):
             soup = wider
     return soup
@@ -89,6 +93,7 @@ def _greedy_soup(exports: Sequence[str], loss: Loss) -> Members:
 
 FIGURE = QUANTIZED_LOSS.figure
 SELECTION, EVALUATION = "selection", "evaluation"
+# Documents have one of PLACES places each; the halves of the places share no document.
 SHARES = {
     SELECTION: Share(first=0, stop=PLACES // 2),
     EVALUATION: Share(first=PLACES // 2, stop=PLACES),
@@ -130,6 +135,7 @@ class Bench:
                 f"{run.name} has {len(weights)} exported checkpoints, an average takes 2; run the"
                 " study first"
             )
+        # Only averages at the step of the last weights, which the pick is compared with.
         kept = [model for model in models if model.average and model.step == weights[-1].step]
         self.exports = [hf_directory(run.name, model).name for model in weights[-last:]]
         self.kept = [hf_directory(run.name, model).name for model in kept]
@@ -139,6 +145,7 @@ class Bench:
         """Return what the search takes at most, in words."""
         models, averages = most_tried(len(self.exports), len(self.kept))
         size = parameter_count(self.run) * bytes_of_weight(self.run)
+        # A method without calibration has nothing to draw, so it is run once.
         draws = self.study.quantization.calibration_seeds if self.spec.needs_calibration else 1
         tokens = open_corpus(Path(self._resolved(self._held_out())[0])).manifest.tokens
         return (
@@ -150,6 +157,7 @@ class Bench:
 
     def pick(self) -> Pick:
         """Search on the one text, and compare the pick with the last weights on the other."""
+        # Tokenized apart by document, so the search never sees what the pick is measured on.
         for text, share in SHARES.items():
             self._start(
                 *("train", "prepare", self._held_out(), "--share", str(share)),
@@ -157,8 +165,10 @@ class Bench:
                 *("--out", f"{self.directory_name}/{text}"),
             )
         losses = search(self.exports, self.kept, self._selection_loss)
+        # The minimum of many noisy losses is biased low: only the other text gives its value.
         members = min(losses, key=lambda candidate: losses[candidate])
         last = (self.exports[-1],)
+        # Nothing to compare: the pick is what it would be compared with.
         if members == last:
             return Pick(members, losses, None)
         results = [self._measured(candidate, EVALUATION) for candidate in (last, members)]
@@ -174,6 +184,7 @@ class Bench:
         """Return the losses of the mean of some members on one of the texts."""
         hf = f"{{study}}/{self.run.name}/hf"
         model = f"{hf}/{members[0]}"
+        # An export or a kept average is there already; only means of several are made.
         if len(members) > 1:
             model = f"{self.directory_name}/{name_of(members)}"
             self._start("ckpt_tools", "average", model, *(f"{hf}/{member}" for member in members))

@@ -62,7 +62,9 @@ def with_cooldowns(
         for name in runs
         for step in steps
     ]
+    # The name holds parent, start and end, so an equal name is the same cooldown.
     names = {run.name for run in study.runs}
+    # Validated anew as a whole, since the checks of a study go over all of its runs.
     content = [run.model_dump() for run in (*study.runs, *added)]
     fresh = [each for each in content[len(study.runs) :] if each["name"] not in names]
     try:
@@ -85,6 +87,7 @@ def _parent(study: Study, name: str) -> RunConfig:
 
 
 def _cooldown(parent: RunConfig, step: int, length: int) -> RunConfig:
+    # After the start of its own anneal the rate of the parent is no longer high.
     anneal = parent.schedule.anneal
     if anneal and step > anneal.start_step:
         raise UserError(
@@ -109,6 +112,7 @@ def cost(study: Study, extended: Study) -> Iterator[str]:
         tokens = run.total_tokens - run.tokens_at(start)
         yield f"{run.name}: {run.total_steps - start} steps, {amount_name(tokens).upper()} tokens"
     more = trained_tokens(extended) - trained_tokens(study)
+    # As branches they train from a checkpoint on; as whole runs they would train all of it.
     alone = sum(run.total_tokens for run in added)
     hours = gpu_hours(extended) - gpu_hours(study)
     disk = sum(needed_bytes(extended).values()) - sum(needed_bytes(study).values())
@@ -133,6 +137,7 @@ def write_recipe(
         UserError: the path exists or is not a .py file, or no function can have the study's name.
     """
     function = study.name.replace("-", "_")
+    # A recipe that somebody wrote is never overwritten.
     if path.suffix != ".py" or path.exists():
         raise UserError(f"{path} exists already or is not a .py file; give a new one")
     if not function.isidentifier() or "_" in study.name:

@@ -44,6 +44,7 @@ def ranked(
     estimates = {
         label: paired.estimate(replicates, spec, figure) for label, replicates in choices.items()
     }
+    # Rising, so each pair is (lower, higher) and no excess over the best is negative.
     order = sorted(choices, key=lambda label: estimates[label].value)
     pairs = {
         (low, high): paired.estimate(_differences(choices[low], choices[high]), spec, figure)
@@ -105,6 +106,7 @@ def sweeps(ends: Sequence[RunSummary]) -> list[Sweep]:
         for end in group:
             assert isinstance(end.run, RunConfig)
             by_peak.setdefault(end.run.optimizer.peak_lr, {})[end.run.seed] = end
+        # Differences are paired seed by seed, which takes the same seeds at every peak.
         seeds = sorted(set.intersection(*(set(of_peak) for of_peak in by_peak.values())))
         if len(by_peak) > 1 and seeds:
             groups.append(
@@ -128,6 +130,7 @@ def at_equal_loss(measure: Measure, sweep: Sweep, loss: float | None = None) -> 
 
     # the losses that every run has passed
     losses = [[row[loss_column] for row in path] for of_peak in paths.values() for path in of_peak]
+    # Every run has passed what lies between the highest minimum and the lowest maximum.
     low, high = max(map(min, losses)), min(map(max, losses))
     if low > high:
         raise NotTested(
@@ -139,6 +142,7 @@ def at_equal_loss(measure: Measure, sweep: Sweep, loss: float | None = None) -> 
             f"--loss {loss:g} is outside {low:.4f} to {high:.4f} nats per token, the losses that"
             " all compared runs have passed; give one within"
         )
+    # The lowest shared loss is the latest point that every run has passed.
     at = low if loss is None else loss
 
     # of each peak the figure there, seed by seed
@@ -164,6 +168,7 @@ def at_equal_tokens(measure: Measure, sweep: Sweep) -> Answer:
     """
     by_loss = measure.by(figure=QUANTIZED_LOSS)
     ends = {peak: [by_loss.end(end) for end in of_peak] for peak, of_peak in sweep.items()}
+    # Peaks are compared at one budget, so the first end tells it.
     tokens = next(iter(ends.values()))[0]["tokens"]
     choices: Mapping[str, Sequence[Weighted]] = {
         f"{peak:g}": [[(row, 1.0)] for row in of_peak] for peak, of_peak in ends.items()
@@ -184,6 +189,7 @@ def crossing(rows: Sequence[Row], loss_column: str, loss: float) -> Crossing:
         >>> crossing([{"loss": 4.0}, {"loss": 3.0}, {"loss": 2.0}], "loss", 2.25).share
         0.75
     """
+    # From the end: a loss that goes up and down passes the value several times.
     for first, second in reversed(list(pairwise(rows))):
         start, end = first[loss_column], second[loss_column]
         if min(start, end) <= loss <= max(start, end):
@@ -206,6 +212,7 @@ def interpolated(at: Crossing, column: str) -> Weighted:
         [1.0, 0.25]
     """
     first, second, share = at
+    # Noise may take a small error below 0, where it has no logarithm.
     if min(first[column], second[column]) <= 0:
         raise NotTested(
             f"{column} of {first['run']} is not positive at step {first['step']} or"
@@ -213,6 +220,7 @@ def interpolated(at: Crossing, column: str) -> Weighted:
         )
     value = first[column] ** (1 - share) * second[column] ** share
     shares = ((first, 1 - share), (second, share))
+    # Times e_i this is e x share, so the weighted sum of both rows is e, as said above.
     return [(row, value * part / row[column]) for row, part in shares if part]
 
 
@@ -270,6 +278,7 @@ def _answer(
     """Return a ranking, or the reason why there is none, with what else the sweep's runs share."""
     study = measure.evidence.study
     run = next(iter(sweep.values()))[0].run
+    # What the runs of one sweep share tells it from the other sweeps of the study.
     others = [axis for axis in study.axes if axis.key != "peak_lr"]
     shared = "".join(f"{axis.name} {axis.text_of(run.name)}, " for axis in others)
     try:

@@ -53,6 +53,7 @@ def alike(ends: Iterable[RunSummary], but: Iterable[str]) -> list[Chosen]:
     def identity(end: RunSummary) -> str:
         content = end.run.model_dump(mode="json")
         for key in ignored:
+            # A section that is None, such as an absent anneal, has nothing to ignore.
             *parents, last = key.split(".")
             section = content
             for parent in parents:
@@ -114,6 +115,7 @@ def budgets(measure: Measure) -> Verdict:
     groups = replicated(_of_schedule(measure.evidence.ends, _is_cooldown), LENGTH)
     if not groups:
         raise NotTested("no two runs hold the rate, then anneal, and differ in their length alone")
+    # `annealed` leaves out the runs without a control, which the margin needs.
     tested = {end.run.name for end in annealed(measure)}
     if not all(end.run.name in tested for sets in groups.values() for ends in sets for end in ends):
         raise NotTested("an annealed run has no control at equal tokens")
@@ -153,6 +155,7 @@ def schedules(measure: Measure) -> Verdict:
         contrasts = []
         for ends in sets:
             kinds = [_of_schedule(ends, fits) for fits in KINDS]
+            # A slope takes two budgets under both schedules.
             if min(len({end.run.total_steps for end in kind}) for kind in kinds) < 2:
                 continue
             rows = [[measure.end(end) for end in kind] for kind in kinds]
@@ -187,6 +190,7 @@ def tokens(measure: Measure) -> Verdict:
     factor to the runs of other groups. The unit of the test is the group of runs that differ in
     their seed alone.
     """
+    # Both predictions are scored on the same ends.
     ends = [end for end in measure.evidence.annealed if _is_complete(measure, end)]
     groups = sorted({end.group for end in ends})
     if len(groups) < 2:
@@ -246,6 +250,7 @@ def _at_high_rate(measure: Measure, end: RunSummary) -> list[tuple[float, float]
     study, rows = measure.evidence.study, measure.evidence.rows
     control = study.control_of(end.run)
     path = [*lineage(study, rows, end.run), *(lineage(study, rows, control) if control else ())]
+    # By tokens: a run and its control share rows up to the branch, each counts once.
     stable = {row["tokens"]: row for row in trained(path) if row["phase"] == "stable"}
     assert end.last is not None
     return [
@@ -259,6 +264,7 @@ def _by_tokens(measure: Measure, end: RunSummary) -> float:
     """Return how far the power law is off at the end of a run."""
     assert end.last is not None
     log_tokens, log_errors = np.log(np.array(_at_high_rate(measure, end))).T
+    # A power law in D is a line in the logarithms.
     slope, intercept = np.polyfit(log_tokens, log_errors, 1)
     predicted = intercept + slope * math.log(end.last["tokens"])
     return abs(float(predicted) - _log_error(measure, end.last))
@@ -266,6 +272,7 @@ def _by_tokens(measure: Measure, end: RunSummary) -> float:
 
 def _by_decay(measure: Measure, end: RunSummary, ends: Sequence[RunSummary]) -> float:
     """Return how far the control's error times the mean factor of the other groups is off."""
+    # The mean is over the other groups alone: seeds of the same one would give it away.
     factor = fmean(_log_factor(measure, other) for other in ends if other.group != end.group)
     return abs(factor - _log_factor(measure, end))
 

@@ -111,9 +111,11 @@ def _risen(evidence: Evidence, column: Column) -> Verdict:
     curvatures, divergences = LogRatios(), LogRatios()
     has_controls = bool(evidence.study.controls)
     for end in evidence.annealed:
+        # Equal tokens where there is a control: then the anneal alone makes the difference.
         reference = end.control if has_controls else end.first
         sharper = log_ratio(end.last, reference, column.name)
         worse = log_ratio(end.last, reference, divergence_of(evidence.study))
+        # Both ratios are over the same ends, or the two tests would be of different runs.
         if sharper is not None and worse is not None:
             training = training_of(evidence.study, end.run)
             curvatures.setdefault(training, []).append(sharper)
@@ -128,6 +130,7 @@ def _risen(evidence: Evidence, column: Column) -> Verdict:
         f"against {against}: {effect}; geometric means over {divergence.trainings} trainings with"
         " 95% intervals, p of the weaker of the two"
     )
+    # Both ratios above 1 support the claim: the smaller of them decides its direction.
     least = min(curvature.value, divergence.value)
     return _judged_by(math.log(least), p_value, effect, words)
 
@@ -172,6 +175,7 @@ def _lower(averages: list[Averaged], log_ratio_of: Callable[[Averaged], float | 
         f"{effect}; geometric mean over {ratio.trainings} trainings and"
         f" {sum(map(len, by_training.values()))} averages of them before the anneal"
     )
+    # Lower is claimed, and `_judged_by` takes what is claimed to be above 0.
     return _judged_by(-math.log(ratio.value), ratio.p_value, effect, words)
 
 
@@ -201,10 +205,12 @@ def _formula(observations: Observations, model: LogLinear) -> Verdict:
     for name in BASELINES:
         other = errors(observations, MODELS[name])
         ratio = mean_ratio(
+            # A difference of mean |log| errors: above 0 where the baseline is farther off.
             {training: [other[training] - by_model[training]] for training in by_model}
         )
         assert ratio, "there are four trainings or more"
         ratios[name] = ratio
+    # A baseline that predicts better comes first, then the one of the largest p-value.
     weakest = max(ratios.values(), key=lambda ratio: (ratio.value < 1, ratio.p_value))
     scores = {name: score(observations, MODELS[name]) for name in BASELINES}
     scored = score(observations, model)

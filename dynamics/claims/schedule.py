@@ -43,6 +43,7 @@ Contrast = Callable[[RunSummary], Weighted]
 def slope_over(placed: Sequence[tuple[Row, float]]) -> Weighted:
     """Return the weights of the rows in the slope of least squares over their places."""
     mean = sum(x for _, x in placed) / len(placed)
+    # The slope sum((x - mean) y) / sum((x - mean)^2) is linear in y: these are its weights.
     spread = sum((x - mean) ** 2 for _, x in placed)
     return [(row, (x - mean) / spread) for row, x in placed]
 
@@ -111,9 +112,11 @@ def above_trend(stable: Sequence[Row], decaying: Sequence[Row]) -> Weighted:
     It is the change of slope in a fit of two lines over log2 of the tokens, which meet where the
     decay starts, times the doublings in the decay.
     """
+    # Without a control, of released models, the trend of the phase stands in for it.
     rows, start = [*stable, *decaying], log2(stable[-1]["tokens"])
     places = np.array([log2(row["tokens"]) for row in rows])
     beyond = np.maximum(places - start, 0)
+    # Row 2 of the pseudoinverse gives the change of slope as a weighted sum of the errors.
     weights = np.linalg.pinv(np.stack([np.ones_like(places), places, beyond], axis=1))[2]
     return [(row, float(weight * beyond.max())) for row, weight in zip(rows, weights, strict=True)]
 
@@ -126,6 +129,7 @@ def _stable(measure: Measure, end: RunSummary) -> list[Row]:
     last = end.control or first
     # tokens count on from stage to stage, steps may not
     high = [row for row in at_high_rate(lineage(study, rows, control or end.run)) if row["tokens"]]
+    # Up to where the control is measured: the phase and the anneal end at equal tokens.
     kept = [row for row in high if row["tokens"] <= (last["tokens"] or 0)]
     if len({row["tokens"] for row in kept}) < 2:
         raise NotTested("no run has two checkpoints at a high learning rate before it decays")
@@ -229,5 +233,6 @@ def divergence(measure: Measure) -> Verdict:
 
 def _parted(of_loss: Measure, measure: Measure, contrast: Replicates) -> Finding:
     loss, error = directed(of_loss, contrast), directed(measure, contrast)
+    # The claim takes both: the loss falls and the error rises.
     way = "apart" if (loss.way, error.way) == ("lower", "higher") else "not apart"
     return Finding(way, max(loss.p, error.p), f"loss {loss.words}, error {error.words}")

@@ -51,6 +51,7 @@ def _sweeps(measure: Measure) -> list[dict[float, list[Row]]]:
         raise NotTested("no two runs differ in their peak learning rate alone")
     sweeps = []
     for sets in groups.values():
+        # Only peaks that every seed has, so that slopes are paired seed by seed.
         peaks = sorted(
             set.intersection(*({_peak(end) for end in ends_of_seed} for ends_of_seed in sets))
         )
@@ -96,9 +97,11 @@ def peaks(measure: Measure) -> Verdict:
     The unit is the run. With one seed it is that of Kendall's tau, where so many peaks can decide.
     """
     sweeps = _sweeps(measure)
+    # The mean slope is the whole that decides, steps from peak to peak are its parts.
     slopes = [_slopes(sweep) for sweep in sweeps]
     steps, whole = _steps(sweeps, pairwise), mean_of(slopes)
     verdict = all_directed(measure, steps, "lower", whole, "steps of the peak", " per 2x")
+    # This test stands in for seeds, where one sweep has runs enough for it to decide.
     if verdict.holds_seeds or len(sweeps) > 1 or _best_p(len(sweeps[0])) > ALPHA:
         return verdict
     tau, p = kendall(list(sweeps[0]), [rows[0][measure.column] for rows in sweeps[0].values()])
@@ -125,6 +128,7 @@ def matched(measure: Measure) -> Verdict:
     all_pairs = partial(combinations, r=2)
     losses = _steps(_sweeps(of_loss), all_pairs)
     pairs = _steps(_sweeps(measure), all_pairs)
+    # Not to differ significantly is not enough: equality itself has to be shown.
     equal = {label: pairs[label] for label, loss in losses.items() if _is_equal(of_loss, loss)}
     what = f"of {len(pairs)} pairs of peaks, with losses within {EQUAL_LOSS:.0%} of each other"
     if not equal:
@@ -136,6 +140,7 @@ def matched(measure: Measure) -> Verdict:
 
 def _is_equal(of_loss: Measure, change_of_loss: Replicates) -> bool:
     """Return whether the losses differ by less than a share of the first."""
+    # The row with a negative weight is the first one: EQUAL_LOSS of its loss is the margin.
     first = [
         [(row, -EQUAL_LOSS * weight) for row, weight in change if weight < 0]
         for change in change_of_loss
@@ -238,6 +243,7 @@ def bits(evidence: Evidence) -> list[Verdict]:
     """Compare each method at several widths with itself, the lower width with the next."""
     by_method = grouped(
         evidence.study.quantization.at_the_end,
+        # Specs of one method differ in the width alone, which their names hold as -bN.
         lambda spec: spec.replace(f"-b{parse_spec(spec).bits}", ""),
     )
     verdicts = []
@@ -279,10 +285,12 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> tuple[float, flo
     """
     from scipy.stats import permutation_test  # takes half a second, for one claim
 
+    # All pairs i < j; with the signs of `first` a product is 1 where the pair is concordant.
     i, j = np.triu_indices(len(first), 1)
     sign_P = np.sign(np.subtract(np.take(first, j), np.take(first, i)))
 
     def tau(values: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
+        # permutation_test passes whole batches of permutations and names the axis of the runs.
         moved = np.moveaxis(values, axis, -1)
         signs = np.sign(moved[..., j] - moved[..., i]) @ sign_P
         return np.asarray(signs / comb(len(first), 2), dtype=np.float64)

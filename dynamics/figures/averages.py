@@ -68,6 +68,7 @@ def averages(canvas: Canvas) -> Drawn | None:
 def _rows(canvas: Canvas, quantity: Quantity, column: str, panel: str) -> Rows:
     measured = {row["average"] for row in canvas.table}
     kept = [average for average in kept_averages(canvas.study) if average.name in measured]
+    # By the name in the table, where the weights themselves have none.
     models: dict[str | None, str] = {None: WEIGHTS}
     models |= {average.name: average_label(average, kept) for average in kept}
     models |= {soup.name: SOUP for soup in canvas.study.soups if soup.name in measured}
@@ -83,6 +84,7 @@ def _styles(all_series: Sequence[str]) -> dict[str, Chart]:
     """Return markers and dashes of the models, as encodings of points and lines."""
     series = list(dict.fromkeys(all_series))
     shapes = ["circle", *["square", "diamond", "triangle-up"] * len(series)][: len(series)]
+    # Weights come first and are solid; repeated, the others are enough for any number.
     dashes = [[1, 0], *DASHES * len(series)][: len(series)]
     if SOUP in series:
         shapes[-1], dashes[-1] = STAR, [0, 1]  # soups have no line
@@ -95,6 +97,7 @@ def _styles(all_series: Sequence[str]) -> dict[str, Chart]:
 def _panel(
     canvas: Canvas, rows: Rows, quantity: Quantity, columns: int, styles: dict[str, Chart]
 ) -> Chart:
+    # The axis is fitted to what is trained after the first average.
     since = [row["tokens"] for row in rows if row["series"] != WEIGHTS]
     if quantity not in PAIRED and since:
         # the losses of the first steps, far above, would flatten the others

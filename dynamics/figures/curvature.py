@@ -116,6 +116,7 @@ def _correlation_panel(
         for row in (point.row for point in points)
     ]
     x, y = SHOWN[column].logarithmic_for(rows), DIVERGENCE_AXIS.logarithmic_for(rows)
+    # Small points before the anneal, large ones in it.
     early = {"field": "phase", "oneOf": BEFORE_ANNEAL}
     sizes: dict[str, Any] = {"size": {"condition": {"test": early, "value": 18}, "value": 60}}
     by_step = {"order": {"field": "step", "type": "quantitative"}}
@@ -176,6 +177,7 @@ def _formula_panel(canvas: Canvas, observations: Observations, name: str) -> tup
         )
     ]
     reach = [*PREDICTED.reach(rows), *MEASURED.reach(rows)]
+    # Equal domains and a square panel: equal values lie on the diagonal.
     ends = min(reach) / 1.2, max(reach) * 1.2
     x, y = (replace(axis, is_log=True, domain=ends) for axis in (PREDICTED, MEASURED))
     values = marks(rows, canvas.runs, x, y, has_line=False)

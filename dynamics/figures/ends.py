@@ -51,6 +51,7 @@ def ends(canvas: Canvas) -> Drawn | None:
     """Draw a panel per figure and spec."""
     varied, specs = canvas.study.varied, canvas.study.quantization.specs
     assert varied
+    # Controls without a number of their own have no place, and are left out below.
     x, places = _place(canvas, varied)
     field = x.label if isinstance(x, Quantity) else varied.name
     lines, columns = _lines(canvas.study, varied, canvas.runs), columns_of(len(specs))
@@ -102,6 +103,7 @@ def _lines(study: Study, varied: Varied, runs: Runs) -> Runs:
     if len(groups) < 2:
         return runs
     others = [axis for axis in study.axes if axis.key != varied.key]
+    # A control has the values of its runs on the other axes, and so their colour.
     of_group = {
         group: ", ".join(axis.text_of(run) for axis in others) for group, run in groups.items()
     }
@@ -119,6 +121,7 @@ def _lines(study: Study, varied: Varied, runs: Runs) -> Runs:
 
 
 def _panel(rows: Rows, lines: Runs, x: Quantity | Chart, y: Quantity, columns: int) -> Chart:
+    # Words are no scale along which points could be joined.
     is_grouped, is_quantity = lines.field == GROUP, isinstance(x, Quantity)
     beside: dict[str, Any] = {}
     if is_grouped and not is_quantity:
@@ -161,6 +164,7 @@ def anneal_against_control(canvas: Canvas) -> Drawn | None:
         head = {"panel": spec_title(spec), canvas.runs.heading: group, "seeds": len(ends)}
         annealed: list[Weighted] = [[(end.last, 1.0)] for end in ends if end.last]
         control: list[Weighted] = [[(end.control, 1.0)] for end in ends if end.control]
+        # Minus the control, seed by seed: the difference is paired before it is averaged.
         change = [
             [*weighted, (row, -1.0)]
             for weighted, ((row, _),) in zip(annealed, control, strict=True)

@@ -69,6 +69,7 @@ def prediction(canvas: Canvas) -> Drawn | None:
         ]
         if rows:
             above.append((rows, _agreement(canvas, rows, len(specs))))
+            # The rows are in the panel above already; once is enough for the CSV file.
             below.append(([], _remainders(canvas, rows, results, len(specs))))
     return drawn([*above, *below], len(above))
 
@@ -85,6 +86,7 @@ def _values(part: StepPart) -> dict[str, float]:
 
 def _agreement(canvas: Canvas, rows: Rows, columns: int) -> Chart:
     reach = [*MEASURED.reach(rows), *PREDICTED.reach(rows)]
+    # Both axes have one scale and one domain, so that equal values are the diagonal.
     is_log = min(reach) > 0
     ends: Span = (min(reach) / 1.2, max(reach) * 1.2) if is_log else around(reach, MARGIN)
     x, y = (replace(axis, is_log=is_log, domain=ends) for axis in (MEASURED, PREDICTED))
@@ -187,6 +189,7 @@ def shares(measured: Quantization) -> dict[Quantity, dict[int, Share]]:
     for block in measured.blocks:
         if share := _share(block.alone, total):
             alone[block.block] = share
+        # 1 - x turns the interval around: its low end comes from the high one.
         if rest := _share(block.all_but_it, total):
             value, low, high = rest
             needed[block.block] = (1 - value, 1 - high, 1 - low)
@@ -207,6 +210,7 @@ def output_errors(measured: Quantization) -> dict[int, list[float]]:
     """
     errors: dict[int, list[float]] = defaultdict(list)
     for layer in measured.layers:
+        # Such as 3 in model.layers.3.mlp.up_proj: a number between two dots.
         number = re.search(r"(?<=\.)\d+(?=\.)", layer.name)
         if number and layer.relative_output_error is not None:
             errors[int(number[0])].append(layer.relative_output_error)
@@ -246,5 +250,6 @@ def _panel(runs: Runs, rows: Rows, quantity: Quantity, title: str, depth: int) -
     if not many:
         return panel([*lines, marks(rows, runs, x, y, xOffset=offset)], head, 3)
     chart = marks(rows, runs, x, y, points={"size": {"value": 12}})
+    # Layer 1 of `marks` are the interval bars, since a line and no band come before them.
     chart["layer"][1]["mark"] = {"type": "area", "opacity": 0.15}
     return panel([*lines, chart], head, 3)

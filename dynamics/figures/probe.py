@@ -30,6 +30,7 @@ def probe(canvas: Canvas) -> Drawn | None:
     pairs, linears = dict[tuple[str, str], None](), dict[str, None]()
     for run in probes.values():
         assert run.probe
+        # For every width a pair of methods; runs that share one share its panel.
         pairs |= dict.fromkeys(run.probe.specs(bits) for bits in run.probe.bits)
         linears |= dict.fromkeys(map(short_name, run.probe.linears(run.model)))
 
@@ -46,6 +47,7 @@ def _losses(canvas: Canvas, runs: Iterable[str], spec: str, columns: int) -> tup
     during = canvas.during(INCREASE, key, title, runs, series="while training")
     column = LOSS_INCREASE.of(spec)
     saved = Rows()
+    # The probe may round by a method that checkpoints are not measured with.
     if any(column in row for row in canvas.table):
         saved = canvas.along(INCREASE, column, title, has_bars=False, series="checkpoint")
     points = marks(saved, canvas.runs, canvas.tokens, INCREASE, has_line=False)

@@ -138,10 +138,12 @@ def _rows_of_loss(canvas: Canvas, spec: str) -> Rows:
 
 def _panel(canvas: Canvas, rows: Rows, columns: int) -> Chart:
     most = max(row["tokens"] for row in rows)
+    # The high losses of the first steps would take most of the axis.
     last = [row for row in rows if row["tokens"] >= LATE_SHARE * most]
     x, y = BEFORE.near(last), INCREASE.logarithmic_for(last)
     early = {"field": "phase", "oneOf": BEFORE_ANNEAL}
     sizes = {"size": {"condition": {"test": early, "value": 15}, "value": 45}}
+    # Lines follow training: losses go up and down and would be sorted otherwise.
     by_step = {"order": {"field": "step", "type": "quantitative"}}
     values = marks(last, canvas.runs, x, y, points=sizes, lines=by_step, match="step")
     zero = [] if y.is_log else [level(0.0)]

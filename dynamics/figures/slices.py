@@ -65,6 +65,7 @@ def _in_steps(measured: Slice) -> dict[str, Any]:
     content = measured.model_dump()
     grid, points = content["grid"], content["points"]
     quantized = next(point for point in points if point["name"] == "quantized")
+    # The last checkpoint is the origin, so this is the length of the quantization step.
     length = math.hypot(quantized["x"], quantized["y"])
     for axis in "xy":
         grid[axis] = [at / length for at in grid[axis]]
@@ -75,8 +76,10 @@ def _in_steps(measured: Slice) -> dict[str, Any]:
 
 @matplotlib.rc_context(LOOK)
 def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Picture:
+    # Levels over all runs, so that a colour is the same increase in every panel.
     levels = levels_of(np.concatenate([increase_over(plane).ravel() for plane in results.values()]))
     grids = [result["measured"]["grid"] for result in results.values()]
+    # One range for all runs: planes then have one scale of distances.
     limits = {
         axis: (min(grid[axis][0] for grid in grids), max(grid[axis][-1] for grid in grids))
         for axis in "xy"

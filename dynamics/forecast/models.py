@@ -109,12 +109,14 @@ class ForecastModel:
             if values is None or cooldown.error_end is None:
                 continue
             rows.append(values)
+            # The error at the start has the coefficient 1, so it is taken off.
             residuals.append(math.log(cooldown.error_end) - math.log(cooldown.error))
             groups.add(cooldown.group)
         if not rows:
             return None
 
         x_RP = np.array(rows, dtype=float).reshape(len(rows), len(self.terms))
+        # Too few groups, or terms that vary together: the coefficients are not determined.
         rank = np.linalg.matrix_rank(x_RP, tol=LEAST_SPREAD) if self.terms else 0
         if rank < len(self.terms) or len(groups) <= len(self.terms):
             return None
@@ -147,10 +149,12 @@ class ForecastModel:
         values, fit = self.values(cooldown), self.fit(learned)
         if values is None or (self.terms and fit is None):
             return None
+        # Persistence has no coefficients: it forecasts even where there is no residual.
         if fit is None:
             return Forecast(cooldown.error, None)
         x_P = np.array(values)
         log_error = math.log(cooldown.error) + float(x_P @ fit.coefficients_P)
+        # A prediction interval: 1 for the new residual, the rest for errors of coefficients.
         spread = math.sqrt(fit.variance * (1 + float(x_P @ fit.inverse_PP @ x_P)))
         half = float(stdtrit(fit.degrees_of_freedom, (1 + LEVEL) / 2)) * spread
         interval = (math.exp(log_error - half), math.exp(log_error + half))
@@ -228,6 +232,7 @@ def back_test(cooldowns: Sequence[Cooldown]) -> list[ForecastScore]:
     for model in MODELS:
         forecasts = []
         for cooldown in cooldowns:
+            # Seeds of one group share settings and would give the answer away.
             others = [other for other in cooldowns if other.group != cooldown.group]
             forecast = model.forecast(cooldown, others)
             if forecast and cooldown.error_end:
@@ -250,7 +255,9 @@ def verdict(scores: Sequence[ForecastScore]) -> str:
         return f"Not decided: one model alone forecasts all {count} cooldowns."
 
     best, second = sorted(complete, key=lambda score: median(score.errors))[:2]
+    # Below 0 where the best is nearer; ties count for neither side.
     differences = [best.by_group[group] - error for group, error in second.by_group.items()]
+    # The sign test takes groups, since seeds of one group are not independent.
     nearer = sum(difference < 0 for difference in differences)
     farther = sum(difference > 0 for difference in differences)
     p_value = _sign_test(nearer, nearer + farther)

@@ -66,6 +66,7 @@ class MeasuredStudy:
         """Return every cooldown whose start and end are measured with this spec."""
         cooldowns = []
         for end in summarize(self.study, self.rows):
+            # A cooldown is scored only where both of its ends are there.
             if end.first is None or end.last is None:
                 continue
             error = _error(end.last, spec)
@@ -125,6 +126,7 @@ def back_test_tables(evidence: Evidence) -> list[Table]:
     study, directory = evidence.study, evidence.paired.directory
     for spec in study.quantization.specs:
         cooldowns = MeasuredStudy(study, evidence.table, directory).cooldowns(spec)
+        # Groups are left out whole, so a single one leaves nothing to learn from.
         if len({cooldown.group for cooldown in cooldowns}) < 2:
             continue
         scores = back_test(cooldowns)
@@ -168,11 +170,13 @@ def forecast_lines(
     for spec in source.study.quantization.specs:
         column = DIVERGENCE.of(spec)
         measured = [row for row in source.stable(run) if row.get(column)]
+        # The newest measured checkpoint, as if the rate began to fall right there.
         start = source.at(run, measured[-1], spec) if measured else None
         if start is None:
             yield f"  {spec_title(spec)}: no checkpoint of the stable phase is measured yet"
             continue
         cooldowns = [each for measured in (source, *others) for each in measured.cooldowns(spec)]
+        # The end is not known: the median growth of log tokens in those cooldowns is assumed.
         learned = _teaching(cooldowns, start)
         growth = (
             median(cooldown.growth for cooldown in learned) if learned else math.log(1 + COOLDOWN)

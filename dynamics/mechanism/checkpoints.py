@@ -68,10 +68,12 @@ def loss_of(study: Study) -> str:
 def related_specs(study: Study) -> list[str]:
     """Return the specs of integers that differ from that of the fewest bits in the bits alone."""
     lowest = parse_spec(lowest_spec(study))
+    # Each spec as it would be at the fewest bits: equal ones differ in the bits alone.
     bits_only = {
         name: parse_spec(name).model_copy(update={"bits": lowest.bits})
         for name in study.quantization.specs
     }
+    # (2^bits - 1)^-2 is the law of an integer grid; other formats have other grids.
     is_integer = lowest.settings()["format"] == "int"
     return [name for name, spec in bits_only.items() if is_integer and spec == lowest]
 
@@ -150,10 +152,13 @@ def at_equal_loss(study: Study, average: Averaged) -> float | None:
         None where no two checkpoints are, or a divergence is not above 0.
     """
     loss, divergence = loss_of(study), divergence_of(study)
+    # Only rows whose divergence has a logarithm.
     rows = [row for row in (*average.path, average.row) if (row[divergence] or 0.0) > 0]
+    # Its own divergence was not above 0 and went with the others.
     if average.row not in rows:
         return None
     path, at = [row for row in rows if row is not average.row], float(average.row[loss])
+    # From the end: the last crossing of the loss counts.
     for before, after in zip(reversed(path[:-1]), reversed(path[1:]), strict=True):
         losses = before[loss], after[loss]
         if min(losses) <= at <= max(losses) and losses[0] != losses[1]:

@@ -63,6 +63,7 @@ def partial_correlation(
         0.86
     """
     names = np.array(trainings)
+    # U masks, each of which leaves one training out.
     kept = [names != name for name in dict.fromkeys(trainings)]
     whole = _z(first_N, second_N, given_NC)
     parts_U = np.array(
@@ -71,7 +72,9 @@ def partial_correlation(
     if len(kept) < LEAST_TRAININGS or not np.isfinite([whole, *parts_U]).all():
         return None
     degrees = len(kept) - 1
+    # The jackknife: (U - 1) / U times the sum of squares of the leave-one-out values.
     standard_error = math.sqrt(degrees / len(kept) * float(((parts_U - parts_U.mean()) ** 2).sum()))
+    # The interval is symmetric in z, whose variance hardly depends on r; tanh takes it back.
     half = float(stdtrit(degrees, (1 + INTERVAL_LEVEL) / 2)) * standard_error
     t = abs(whole) / standard_error if standard_error > 0 else math.inf
     low, high = math.tanh(whole - half), math.tanh(whole + half)
@@ -87,12 +90,14 @@ def ranks(values_N: Floats) -> Floats:
     """
     if np.isnan(values_N).any():
         return np.full(len(values_N), np.nan)
+    # A tie of c values that ends at cumulative count e has ranks e - c + 1 to e.
     _, place_N, counts = np.unique(values_N, return_inverse=True, return_counts=True)
     return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[place_N])
 
 
 def _z(first_N: Floats, second_N: Floats, given_NC: Floats) -> float:
     """Return Fisher's z; NaN where there is no correlation."""
+    # The column of ones centres the residuals, so their cosine is the correlation.
     ranks_NC = np.column_stack([np.ones(len(first_N)), *map(ranks, given_NC.T)])
     if len(first_N) <= ranks_NC.shape[1] + 1:
         return math.nan
@@ -141,6 +146,7 @@ def mean_ratio(logarithms: Mapping[str, Sequence[float]]) -> Ratio | None:
     error = estimate.standard_error
     t = abs(estimate.mean) / error if error > 0 else math.inf
     low, high = map(math.exp, estimate.interval)
+    # A mean of exactly 0 without spread has t = inf above, and yet nothing against 1.
     p_value = 2 * float(stdtr(len(means) - 1, -t)) if estimate.mean else 1.0
     return Ratio(math.exp(estimate.mean), low, high, p_value, len(means))
 

@@ -137,6 +137,7 @@ def _with_logarithms(
     study: Study, rows: Sequence[Row], figures: Sequence[str]
 ) -> list[CheckpointRow]:
     """Return the checkpoints at which every figure and both traces are above 0."""
+    # The plain trace too: the models that are compared with the formula take its logarithm.
     positive = (*figures, RELATIVE.name, TRACE.name)
     points = checkpoints(study, rows, *positive, loss_of(study))
     return [point for point in points if all(point.row[name] > 0 for name in positive)]
@@ -147,6 +148,7 @@ def _terms(study: Study, rows_N: Sequence[Row], specs_N: Sequence[str]) -> dict[
     terms = {name: logarithms(rows_N, name) for name in (RELATIVE.name, TRACE.name, "tokens")}
     terms[LOSS] = logarithms(rows_N, loss_of(study))
     terms[RATE] = np.array([math.log(row["peak_lr"] or 1.0) for row in rows_N])
+    # The logarithm of (2^bits - 1)^-2, the square of the step at a range of 1.
     terms[BITS] = np.array([-2 * math.log(2 ** parse_spec(spec).bits - 1) for spec in specs_N])
     return terms
 
@@ -154,6 +156,7 @@ def _terms(study: Study, rows_N: Sequence[Row], specs_N: Sequence[str]) -> dict[
 def _halves(study: Study, points: Sequence[CheckpointRow]) -> dict[str, int]:
     """Return the half of every training: the place of its setting in the study, even or odd."""
     trainings = {point.training for point in points}
+    # Groups are in the order of the study, which a sweep makes that of its values.
     settings = [[run.name for run in group.runs if run.name in trainings] for group in study.groups]
     places = enumerate(names for names in settings if names)
     return {name: number % 2 for number, names in places for name in names}
@@ -172,6 +175,7 @@ def fit(data: Observations, model: LogLinear = FORMULA) -> LogLinearFit:
     trainings = np.array(data.trainings)
     without = [trainings != name for name in dict.fromkeys(data.trainings)]
     parts_UC = np.array([_coefficients(data, model, kept) for kept in without])
+    # Jackknife over trainings: (U - 1) / U times the sum of squares around the mean.
     spread_C = ((parts_UC - parts_UC.mean(0)) ** 2).sum(0)
     errors_C = np.sqrt(spread_C * (len(without) - 1) / len(without))
     whole_C = _coefficients(data, model, trainings == trainings)
@@ -196,8 +200,10 @@ def predict(data: Observations, model: LogLinear) -> Floats:
     predicted_N = np.empty(len(data.target_N))
     for half in (0, 1):
         in_half = data.halves == half
+        # Fitted to one half, and predicted for the other.
         coefficients_C = _coefficients(data, model, ~in_half)
         values_N = coefficients_C[0] + _columns(data, model.terms) @ coefficients_C[1:]
+        # Only the half that was not fitted is kept.
         predicted_N[in_half] = (values_N + _columns(data, model.fixed).sum(1))[in_half]
     return predicted_N
 
@@ -238,8 +244,11 @@ def _coefficients(data: Observations, model: LogLinear, own_N: NDArray[np.bool_]
     The slope of a term that does not vary, as bits do not in a study of one spec, is 0.
     """
     terms_NC = _columns(data, model.terms)[own_N]
+    # Fixed terms have the coefficient 1: they are taken off the target before the fit.
     target_N = (data.target_N - _columns(data, model.fixed).sum(1))[own_N]
     means_C = terms_NC.mean(0)
     centred_N = target_N - target_N.mean()
+    # Centred, a term that does not vary is 0: lstsq gives it the slope of least norm, 0.
     slopes_C = np.linalg.lstsq(terms_NC - means_C, centred_N, rcond=None)[0]
+    # The constant of terms that are not centred.
     return np.concatenate([[target_N.mean() - means_C @ slopes_C], slopes_C])

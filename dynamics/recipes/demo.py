@@ -34,6 +34,7 @@ TOKENS_PER_STEP = SEQUENCE_LENGTH * BATCH
 
 def run(name: str, peak_lr: float, *, saves: tuple[int, ...], smoke: bool) -> RunConfig:
     """Return a run with these checkpoints, which anneals; a smaller one for the profile smoke."""
+    # A checkpoint has to be there, because the control branches off where the anneal starts.
     start = saves[0] if smoke else ANNEALS_AT
     # Two runs at a time, on a rank each, take less than one after the other on two ranks, which
     # exchange gradients and wait for each other. The smoke study trains data-parallel.

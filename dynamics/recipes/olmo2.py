@@ -105,6 +105,7 @@ def run(
     arXiv 2510.06213 has them apart (appendix C). `settings` are further ones of RunConfig.
     """
     tokens_per_step = batch_size * sequence_length
+    # The anneals leave at this step; the run itself ends there.
     start = steps(ANNEALS_AT, divisor, tokens_per_step)
     save_steps = spread(0, start, saves)
     every = start // intervals
@@ -164,11 +165,13 @@ def ablation(
     start = steps(ANNEALS_AT, divisor, parents[0].tokens_per_step)
     for parent in parents:
         runs.append(parent)
+        # As in the ablation of Ai2: the long anneal is of the three higher rates only.
         for tokens in anneals if parent is not parents[0] else anneals[:1]:
             end = start + steps(tokens, divisor, parent.tokens_per_step)
             name = f"{parent.name}-anneal{amount_name((end - start) * parent.tokens_per_step)}"
             save_steps = spread(start, end, saves)
             runs.append(annealed(parent, name, start=start, save_steps=save_steps))
+    # Ends of all runs, where averages are compared with annealed weights, and some before.
     averaged_steps = sorted({*spread(0, start, averaged), *(run.total_steps for run in runs)})
     defaults: dict[str, Any] = {"ranks": 8, "sized_for": "cuda", "quantization": WEB_QUANTIZATION}
     return study(

@@ -147,6 +147,7 @@ def tokens_of(steps: int, smoke: bool) -> int:
 
 def cooldown_saves(start: int, end: int, smoke: bool) -> tuple[int, ...]:
     """Return the checkpoints of a cooldown between these steps, the last at its end."""
+    # Two checkpoints at least: slices go through the last two.
     every = (end - start) // 2 if smoke else COOLDOWN_EVERY
     return tuple(range(start + every, end + 1, every))
 
@@ -171,6 +172,7 @@ def whole(
     With `cooldown` it is so many steps. Both have the checkpoints of a cooldown there.
     """
     end = end or (SMALL_END if smoke else END)
+    # A cosine has no cooldown, but checkpoints at the same places, to be compared with.
     start = end - (cooldown or end // COOLDOWN_SHARE)
     if schedule == "wsd":
         settings["anneal"] = Anneal(start_step=start)
@@ -278,6 +280,7 @@ def cooldowns(
     cooldown that ends there. The others are `every` so many steps. It keeps `averages`.
     """
     starts = [end - length for end in ends]
+    # Starts, from which cooldowns branch, and ends, at which they are compared with controls.
     saves = {*stable_saves(ends[-1], smoke, every), *starts, *ends}
     stable = run("stable", saves=tuple(sorted(saves)), smoke=smoke, averages=averages, **settings)
     runs = [stable]
@@ -285,6 +288,7 @@ def cooldowns(
         save_steps = cooldown_saves(start, end, smoke)
         name = budget_name("wsd", end, smoke)
         cooled = annealed(stable, name, start=start, save_steps=save_steps)
+        # Averages are of the constant rate alone, so cooldowns keep none.
         runs.append(cooled.model_copy(update={"averages": ()}))
     return runs
 
@@ -313,6 +317,7 @@ def pythia_160m_lawa(*, smoke: bool = False) -> Study:
     runs = cooldowns(ends, length, smoke=smoke, every=AVERAGED_EVERY, averages=averages)
 
     first = SMALL_EVERY if smoke else AVERAGED_FROM
+    # Only checkpoints from which on the figure of the paper has averages.
     averaged = tuple(step for step in runs[0].save_steps if step >= first)
     return measured(runs, smoke, averaged_steps=averaged)
 

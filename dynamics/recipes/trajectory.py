@@ -76,6 +76,7 @@ def released_of(settings: Sequence[str]) -> Released:
 
     Others are of the study.
     """
+    # A setting is of the released model, or else of the study that is made of it.
     fields = (*Released.model_fields, *(key for key in Study.model_fields if key not in OF_RECIPE))
     for setting in settings:
         if path_of(setting).partition(".")[0] not in fields:
@@ -191,6 +192,7 @@ def _placed(revisions: list[Revision], stage: str | None) -> list[Revision]:
 def _left_out(revisions: list[Revision], stage: str | None) -> Iterator[tuple[str, str]]:
     """Yield the revisions that are left out, and why."""
     sizes = Counter((each.repo, each.line) for each in revisions)
+    # Reversed, so that the first revision of a step is the one that stays in the dict.
     by_step = {(each.repo, each.line, each.step): each.revision for each in reversed(revisions)}
     for each in revisions:
         first = by_step[each.repo, each.line, each.step]
@@ -199,6 +201,7 @@ def _left_out(revisions: list[Revision], stage: str | None) -> Iterator[tuple[st
             yield each.revision, "states no step"
         elif each.revision != first:
             yield each.revision, f"is of the same step as {first}"
+        # main would be measured twice where it is a copy of another revision.
         elif each.stage == MAIN and stage is None and copied:
             yield each.revision, f"repeats {copied}; --set stage={MAIN} measures it"
         elif each.stage == MAIN and stage is None and each.step is None and not each.average_of:
@@ -210,6 +213,7 @@ def _runs(source: str, released: Released, revisions: list[Revision]) -> tuple[R
     """Return the chosen revisions by stage and ingredient, each after the stage it starts from."""
     several = len({each.repo for each in revisions}) > 1
     runs: dict[str, ReleasedRun] = {}
+    # `groupby` joins neighbours alone: the revisions of a line have to come together.
     for (repo, line), group in groupby(revisions, key=lambda each: (each.repo, each.line)):
         members = list(group)
         # named after the repository, too, where there are several
@@ -220,6 +224,7 @@ def _runs(source: str, released: Released, revisions: list[Revision]) -> tuple[R
             source=source,
             family=released.family,
             schedule=members[-1].schedule,
+            # A stage that was not chosen is no parent.
             parent=parent if parent in runs else None,
             restarts=members[0].restarts,
             average_of=members[0].average_of,
@@ -247,6 +252,7 @@ def own_naming(source: str, pattern: str) -> Trajectory:
         UserError: the pattern has not one place for the step, or a place that is not known.
     """
     places = re.findall(r"\{.*?\}", pattern)
+    # A step is needed exactly once, as S; tokens, as T, at most once.
     is_known = all(PLACE.fullmatch(part) and "K" not in part for part in places)
     if not is_known or [part[1] for part in places] not in (["S"], ["S", "T"], ["T", "S"]):
         raise UserError(
@@ -315,6 +321,7 @@ def _number(line: str, column: str, text: str | None) -> float | None:
     text = (text or "").strip()
     if not text:
         return None
+    # Learning rates alone have fractions; steps and tokens are counted.
     if column == "learning_rate":
         value = _float(text)
         if value is not None and math.isfinite(value) and value >= 0:

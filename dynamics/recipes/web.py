@@ -56,6 +56,7 @@ def web_text(tokenizer: str, train: TokenFile | None = None) -> PreparedText:
     """
 
     def tokenized(file: TokenFile) -> TokenFile:
+        # A slash in the name of a repository would be a folder.
         return file.model_copy(update={"name": f"{file.name}--{tokenizer.replace('/', '--')}"})
 
     return PreparedText(

@@ -134,6 +134,7 @@ class ActivationCast(nn.Module):
             scale = self.scale(tokens_NI.dtype)
         else:
             scale = _e5m2_scale(tokens_NI.abs().amax(1, keepdim=True))
+        # torch makes infinity of anything beyond the largest number of E5M2.
         limited_NI = (tokens_NI / scale).clamp(-E5M2.largest, E5M2.largest)
         return limited_NI.to(E5M2.dtype).to(tokens_NI.dtype) * scale
 
@@ -166,6 +167,7 @@ class MixedCast(nn.Module):
         super().__init__()
         is_kept_I = torch.zeros(width, dtype=torch.int32, device=kept_I.device)
         is_kept_I[kept_I] = 1
+        # The rest first, then what is kept, both in natural order: as `rounding.mixed` has them.
         order_I = is_kept_I.argsort(stable=True)
         self.register_buffer("order_I", order_I)
         self.register_buffer("back_I", order_I.argsort())

@@ -105,6 +105,7 @@ class ScaledCast(nn.Module):
         from compressed_tensors.quantization import QuantizationArgs, QuantizationType
         from compressed_tensors.quantization.utils import calculate_qparams
 
+        # Written so that NaN is refused too.
         if not 0 < float(largest) < torch.inf:
             raise UserError(
                 f"{name} are at most {float(largest):g} on the calibration text; check the"

@@ -43,9 +43,11 @@ class CastInput(nn.Module):
         if self.readers == 1:
             return self._compute(x)
         last = self._last
+        # The same tensor may have been written in place since, which its version counter shows.
         if last is None or last.x is not x or last.version != x._version:
             last = _Remembered(x, x._version, self._compute(x), self.readers)
         last = last._replace(readers_left=last.readers_left - 1)
+        # Dropped after its last reader, so that no activation is kept from one forward to the next.
         self._last = last if last.readers_left else None
         return last.cast
 

@@ -173,6 +173,7 @@ def check_scaled(
     touched = set()
     for index, block in enumerate(_blocks(original, mappings)):
         prefix = f"{mappings.blocks}.{index}."
+        # In float64, so that what differs is the rounding of the library.
         exact = copy.deepcopy(block).double()
         for fold in mappings.folds:
             apply_fold(exact, fold, scales[prefix + fold.smooth].double())
@@ -181,6 +182,7 @@ def check_scaled(
             touched |= {f"{prefix}{fold.smooth}.{name}" for name, _ in smooth.named_parameters()}
         expected |= {prefix + name: parameter for name, parameter in exact.named_parameters()}
     for name, parameter in expected.items():
+        # Scaled parameters may differ by rounding, all others not at all.
         eps = torch.finfo(parameters[name].dtype).eps if name in touched else 0.0
         allowed = SCALING_ROUNDINGS * eps * parameter.abs()
         if not bool(((parameters[name] - parameter).abs() <= allowed).all()):
@@ -205,6 +207,7 @@ def witness(model: PreTrainedModel) -> PreTrainedModel:
     tensors = model.state_dict()
     small.load_state_dict(
         {
+            # Embedding and head have fewer rows here; all other shapes are the same.
             name: tensors[name][: len(tensor)] if tensor.ndim else tensors[name]
             for name, tensor in small.state_dict().items()
         }

@@ -113,11 +113,14 @@ def _quantized_model(
             torch.cuda.empty_cache()  # what an earlier pass freed is for the library's process
             save_file({"input_ids": draw_NL}, job.calibration)
             run_job(job)
+        # The files are complete when rank 0 arrives here.
         ranks.wait()
         report = read_model(Report, job.out / REPORT)
         weights = HFWeights(job.hf_dir)
+        # What the library changed comes from its file, all else from the original.
         weights.tensors |= read_header(job.out / WEIGHTS)
         yield StreamedModel(job.hf_dir, weights, DTYPES[job.dtype], ranks.device), report
+        # All ranks have read the weights before rank 0 removes them.
         ranks.wait()
     finally:
         if ranks.rank == 0:
@@ -147,10 +150,12 @@ def run_job(job: Job) -> Report:
     The weights are in `job.out`. UserError, with its process's error line, if the library failed or
     did not do what the job says.
     """
+    # Absolute paths, since the library works in another directory.
     job = job.model_copy(
         update={key: getattr(job, key).resolve() for key in ("hf_dir", "calibration", "out")}
     )
     job.out.mkdir(parents=True, exist_ok=True)
+    # What an earlier job left must not pass for the outcome of this one.
     for name in (WEIGHTS, REPORT):
         (job.out / name).unlink(missing_ok=True)
     path = job.out / "job.json"
@@ -202,6 +207,7 @@ def _fork(module: str, path: Path, directory: str) -> "subprocess.CompletedProce
 
 
 def _become(module: str, path: Path, directory: str, stderr: int) -> None:
+    # As `subprocess.run` gives it in a new interpreter: stdout unread, stderr for the error line.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(stderr, 2)
     os.chdir(directory)

@@ -94,6 +94,7 @@ def check_outcome(
         UserError: a linear was left out or is off its grid, a grid is not that of the spec, or
             another parameter is not the original's.
     """
+    # Neither a linear without a grid nor a grid of anything else may pass.
     strays = grids.keys() ^ set(linears)
     if strays:
         raise UserError(f"{library} left out {min(strays)}; use our own gptq")
@@ -133,6 +134,7 @@ def check_on_grid(
     inputs, groups = weight_OI.shape[1], grid.scales_OG.shape[1]
     size, taken = spec.group_size or inputs, inputs // groups
     groups_I = torch.arange(inputs) // taken if grid.groups_I is None else grid.groups_I.cpu()
+    # Groups may be of any inputs, but all of one size.
     if taken != size or not bool((groups_I.bincount(minlength=groups) == size).all()):
         raise UserError(f"{library} took groups of {taken} instead of {size} inputs for {name}")
     zeros_OG, highest = grid.zeros_OG.cpu().float(), 2**spec.bits - 1

@@ -143,6 +143,8 @@ class Watch:
                     f"gptqmodel did not invert the Hessian of {name}; use a larger damp, or check"
                     " the checkpoint's weights"
                 )
+                # A worker must not raise (see `subset_event`): it gets any factor, and `check` ends
+                # the job.
                 return torch.eye(len(hessian_II), device=hessian_II.device), self._damping
             raised = float((hessian_II.diagonal() - before_I).mean() / before_I.mean())
             if raised or damping != self._damping:
@@ -199,6 +201,7 @@ def quantize(job: Job) -> None:
 
     dtype = DTYPES[job.dtype]
     hf_model = load_hf_model(job.hf_dir, dtype, attention="sdpa", architectures=RIGHT)
+    # Names are taken before gptqmodel works on the model, which it does not leave as it was.
     linears, original = [*block_linears(hf_model)], original_weights(job.hf_dir, hf_model, dtype)
 
     # before the import, which needs both

@@ -195,6 +195,8 @@ def round_linears(
     for name in linears:
         linear: Any = scaled.get_submodule(name)
         weight_OI = linear.weight
+        # AWQ moves no errors between weights, so each has to stay near what it is before this
+        # rounding.
         source_OI = weight_OI.cpu().clone()
         weight_OI.copy_(forward_quantize(linear, weight_OI, "weight", weights))
 
@@ -236,6 +238,7 @@ def quantize(job: Job) -> None:
     check_folds(witness(model), mappings, seed=0)
     weights = weight_arguments(spec)
     scales, settings = calibrate(model, mappings, linears, weights, job)
+    # Loaded again, since AWQ has scaled the first one in place.
     original = load()
     check_scaled(model, original, mappings, scales)
     save_file(scales, job.out / SCALES)

@@ -38,6 +38,7 @@ class DenseWriter:
             name = self._names[f"{block.prefix}.{key}"]
             base = read_whole(self._base, name).to(DTYPES[self._dtype])
             tensor = tensor.cpu().contiguous().view(base.shape)
+            # By bytes: 0 and -0 are equal values with different bits.
             if not torch.equal(tensor.view(-1).view(torch.uint8), base.view(-1).view(torch.uint8)):
                 changed[name] = tensor
         file = f"block{index:05d}.safetensors"

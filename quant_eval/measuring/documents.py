@@ -21,6 +21,7 @@ def draw_documents(corpus: Corpus, max_tokens: int | None, seed: int) -> NDArray
     if max_tokens is None:
         return np.arange(len(targets_D))
     order_D = np.argsort(np.random.Philox(seed).random_raw(len(targets_D)), kind="stable")
+    # The first document that reaches the sum is taken too, whole.
     count = int(np.searchsorted(np.cumsum(targets_D[order_D]), max_tokens)) + 1
     return np.sort(order_D[:count])
 

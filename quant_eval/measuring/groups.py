@@ -69,6 +69,7 @@ class GroupQuantizer:
             library: the linears as another project's library rounded them; None for ours.
             seed: of random signs.
         """
+        # Rows do not interact, so one rounding with one factor serves all linears of the group.
         stacked_OI = torch.cat([linear.weight for linear in linears.values()])
         hessian_II = statistics.hessian(next(iter(linears))) if statistics else None
         is_dead = hessian_II is not None and not bool(hessian_II.diagonal().any())
@@ -94,6 +95,7 @@ class GroupQuantizer:
             return errors
         parts = dense_OI.split(_sizes(linears))
         for linear, quantized_OI in zip(linears.values(), parts, strict=True):
+            # A new parameter, since the full-precision block still shares the old one.
             linear.weight = nn.Parameter(quantized_OI.clone(), requires_grad=False)
         return errors
 
@@ -198,6 +200,7 @@ class GroupQuantizer:
         if cast.needs_range:
             for batch in again:
                 cast.observe(transform.inputs(batch))
+            # Fixed on the range of all ranks, so that every rank has the same scale.
             for largest in cast.ranges():
                 largest.copy_(self._ranks.max(largest))
             cast.fix()
@@ -239,6 +242,7 @@ class GroupQuantizer:
         sums_OE = self._ranks.gather(torch.stack(sums, dim=1), len(weight_OI))
         errors = []
         for name, rows_OE in zip(linears, sums_OE.split(_sizes(linears)), strict=True):
+            # Columns are pairs of an error and its reference: of weights, then of outputs.
             pairs = rows_OE.sum(0).view(-1, 2).tolist()
             weight, *output = [_relative(error, total, name) for error, total in pairs]
             errors.append(

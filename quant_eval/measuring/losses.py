@@ -99,6 +99,7 @@ def evaluation_set(
             blocks, owner = [], []
             for unit, index in enumerate(units):
                 document_T = begun(corpus.document(index), bos)
+                # Blocks overlap by a token: the last target of one is the first input of the next.
                 starts = range(0, len(document_T) - 1, sequence_length)
                 blocks += [document_T[start : start + sequence_length + 1] for start in starts]
                 owner += [unit] * len(starts)
@@ -156,7 +157,9 @@ def paired_losses(
                 for stream, sums_N3 in zip(streams[1:], sums_SN3, strict=True):
                     log_q_TV = torch.log_softmax(head(stream[some].float()), dim=-1)
                     nll_T = -log_q_TV.gather(1, target_T1).squeeze(1)
+                    # By value: of several tokens that are most likely, any one agrees.
                     agrees_T = log_q_TV.gather(1, top_T1).squeeze(1) == log_q_TV.amax(-1)
+                    # log q is read for the last time, so its memory takes the difference.
                     kl_T = torch.sub(log_p_TV, log_q_TV, out=log_q_TV).mul_(p_TV).sum(-1)
                     sums_N3.index_add_(
                         0, owner, torch.stack([nll_T, kl_T, agrees_T.float()], dim=1).double().cpu()

@@ -56,6 +56,7 @@ def measure(
     checkpoint and the dense weights go there too. UserError if the input does not allow the
     measurement, or a loss is not finite.
     """
+    # Hashing reads every weight; only the first rank writes what needs it.
     identity = identify(hf_dir, ARCHITECTURES) if ranks.rank == 0 else {}
     model = StreamedModel(hf_dir, HFWeights(hf_dir), DTYPES[settings.dtype], ranks.device)
     texts = open_texts(hf_dir, model, settings.of_specs(specs))
@@ -67,6 +68,7 @@ def measure(
     for number, (spec, out) in enumerate(zip(specs, outs, strict=True)):
         of_draws = quantized[number]
         measured = summarize(spec, of_draws, settings, texts.data)
+        # With --save a calibrated spec has one draw alone (`_check`).
         losses, report = of_draws[0].losses, of_draws[0].report
         if settings.save and losses:
             checkpoint = out / CHECKPOINT
@@ -137,6 +139,7 @@ def _quantize(
                 seed, by_block = settings.seed + draw, settings.per_block
                 variants.append(Variant(spec, draw_NL, library, keep, finished, by_block, seed))
 
+        # Variants are in the order of specs and, within each, of draws.
         walked = iter(walk(model, variants, texts.data, settings, ranks))
         quantized = [[next(walked) for _ in texts.draws_for(spec)] for spec in specs]
 
@@ -145,6 +148,7 @@ def _quantize(
             for spec, saver in zip(specs, savers, strict=True):
                 saver.finish({"model": identity} | texts.described_for(spec))
         dense = [keeper.finish(identity["weights_digests"]) for keeper in keepers]
+        # No rank opens a checkpoint before the first has committed it.
         ranks.wait()
     return quantized, dense
 
@@ -194,6 +198,7 @@ def summarize(
         return figures_of(some, samples=SAMPLES, level=INTERVAL_LEVEL, seed=settings.seed)
 
     summary = figures(losses)
+    # There the units are blocks of the joined text, which `figures_of` does not know.
     if settings.documents == "concatenated":
         interval = summary["interval"]
         interval["units_resampled"] = interval["units_resampled"].replace("documents", "blocks")

@@ -111,15 +111,18 @@ def plan(sizes: Sizes, variants: int, free_device: int | None, free_host: int) -
 
 def room_for(sizes: Sizes, variants: int, ranks: Ranks) -> Room:
     """Return the plan of the rank with the least room, so that all ranks do the same."""
+    # The ranks of a machine share its memory.
     host = free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = host
     if ranks.device.type == "cuda":
+        # Memory that torch holds without using it is not free to CUDA, but free to us.
         cached = torch.cuda.memory_reserved(ranks.device) - torch.cuda.memory_allocated(
             ranks.device
         )
         device = torch.cuda.mem_get_info(ranks.device)[0] + cached
     on_gpu = ranks.device.type == "cuda"
     if ranks.size > 1:
+        # One maximum over the ranks serves both: negated, the least free memory is the largest.
         bounds = torch.tensor([*astuple(sizes), -device, -host], device=ranks.device)
         *most, device, host = ranks.max(bounds).tolist()
         sizes, device, host = Sizes(*most), -device, -host

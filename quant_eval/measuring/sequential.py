@@ -80,11 +80,13 @@ class BlockQuantizer:
         """
         if self.spec.folds:
             assert library is not None
+            # Assigned, not copied into: the tensors are those of the full-precision block too.
             block.module.load_state_dict(library.module.state_dict(), assign=True)
             return [Linear(name=name, folded=True) for group in block.linears() for name in group]
         reads = (self._qkv_reads, self._output_reads, self._up_reads, self._down_reads)
         is_calibrated = self.spec.needs_calibration
         seed = self._seed(block)
+        # Before any linear changes: the target is the full-precision block.
         learned = self._learned(block, seed)
         groups, errors = block.linears(), list[Linear]()
         theirs = library.linears() if library else [None] * len(groups)
@@ -95,6 +97,7 @@ class BlockQuantizer:
             errors += self._quantize(
                 block, site, linears, statistics, learned.get(site), again, rounded, seed
             )
+            # From here on attention reads the cast cache: later sites are calibrated on it.
             if site == "attention_in" and self.spec.kv:
                 self._cast_cache(block)
         if is_calibrated and not is_last:
@@ -122,6 +125,7 @@ class BlockQuantizer:
 
         ranges = None
         if self.spec.kv == "fp8":
+            # One pass over the calibration text for the ranges alone; its outputs are not kept.
             ranges = watch_cache(block, self._places)
             for index in range(len(self._x)):
                 block.attended(self._x.read(index), self._context)
@@ -155,6 +159,7 @@ class BlockQuantizer:
         attended, residual = self._attended(block), self._residual(block)
         for index in range(len(self._x)):
             stream, added = block.after_attention(self._x.read(index), attended.read(index))
+            # In sequential blocks this overwrites x, which nothing after the attention reads.
             residual.write(index, added)
             yield block.mlp_input(stream)
 
@@ -173,6 +178,7 @@ class BlockQuantizer:
             if buffer is not None:
                 gated = buffer.read(index)
             else:
+                # The MLP reads the sum in a sequential block, and x in a parallel one.
                 gated = block.gated(self._x.read(index) if block.is_parallel else added)
             self._x.write(index, block.after_mlp(added, gated))
 

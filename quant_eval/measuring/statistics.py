@@ -106,6 +106,7 @@ def figures_of(
     by_draw = [_fractions_of(draw) for draw in losses]
     statistics, draws, values_of = [], [], {}
     for name, (_, b_D) in by_draw[0].items():
+        # Denominators are those of the first draw, since no draw changes them.
         a_KD = np.stack([figures[name][0] for figures in by_draw])
         statistics.append(Statistic(name, a_KD.mean(0), b_D, logarithmic=name in POSITIVE))
         values_of[name] = a_KD.sum(1) / b_D.sum()
@@ -121,6 +122,7 @@ def figures_of(
         "intervals": intervals,
         "standard_errors": {
             statistic.name: {
+                # From the log scale back to the unit of the figure, by its derivative.
                 "documents": statistic.standard_error
                 * (statistic.value if statistic.logarithmic else 1.0),
                 "draws": error_of_draws,
@@ -153,7 +155,9 @@ def _error_of_draws(a_KD: Floats, b_D: Floats) -> float:
     """Return what the draw adds to the standard error beyond what documents show of it."""
     seeds, num_documents = a_KD.shape
     ratio_K = a_KD.sum(1) / b_D.sum()
+    # The linearised ratio: what each document adds to its error, to first order.
     contribution_KD = (a_KD - ratio_K[:, None] * b_D) / b_D.sum()
+    # What is left without the part that all draws share is the interaction of document and draw.
     departure_KD = contribution_KD - contribution_KD.mean(0)
     interaction = (
         num_documents / (num_documents - 1) * (departure_KD**2).sum() / (seeds * (seeds - 1))
@@ -195,6 +199,7 @@ class Statistic:
     def __init__(self, name: str, a_D: Floats, b_D: Floats, *, logarithmic: bool = False) -> None:
         total = b_D.sum()
         share_D = b_D / total
+        # Residuals are divided by 1 - share.
         if share_D.max() >= 1:
             raise UserError(
                 f"{name}: one document holds all of what it is relative to; evaluate more documents"
@@ -210,6 +215,7 @@ class Statistic:
         )
 
         variance = float(((1 / total * error_D) ** 2).sum())
+        # Without variance the interval is the value alone, which needs no logarithm.
         self.logarithmic = logarithmic and variance > 0
         if self.logarithmic and self.value <= 0:
             raise UserError(
@@ -228,16 +234,20 @@ class Statistic:
             return np.zeros(len(sums_SP))
         total_S, residual_S, errors_S, mixed_errors_S, weights_S = sums_SP.T
         deviation_S: Floats = residual_S / total_S
+        # Errors in a resample of deviation d are (e - d w) / total. The square is expanded, so that
+        # sums of the columns are enough.
         scale_S, slope_S = 1 / total_S, -deviation_S / total_S
         variance_S = scale_S * scale_S * errors_S
         variance_S += 2 * scale_S * slope_S * mixed_errors_S
         variance_S += slope_S * slope_S * weights_S
         np.maximum(variance_S, 0, out=variance_S)  # rounding
         if self.logarithmic:
+            # log(R* / R); a resample whose ratio is not positive is infinitely far below.
             relative_S = np.maximum(1 + deviation_S / self.value, 0)
             is_positive_S = relative_S > 0
             safe_S = np.where(is_positive_S, relative_S, 1)
             deviation_S = np.where(is_positive_S, np.log(safe_S), -np.inf)
+            # The delta method: var(log R) = var(R) / R^2.
             variance_S /= (safe_S * self.value) ** 2
         shared_S = (num_documents * variance_S + self.standard_error**2) / (num_documents + 1)
         studentized_S: Floats = deviation_S / np.sqrt(shared_S)
@@ -280,6 +290,7 @@ class Resampled:
             [3.0, 7.0]
         """
         samples = len(self.error_S)
+        # The slack undoes what floating point adds to a whole number, as in 0.07 x 100.
         rank = math.ceil(level * (samples + 1) - 1e-9)
         if rank > samples:
             raise UserError(
@@ -337,6 +348,7 @@ def resample(
     for start in range(0, samples, rows):
         size = min(rows, samples - start)
         drawn_RD = generator.integers(num_documents, size=(size, num_documents))
+        # An offset for each sample gives it bins of its own, so that one bincount counts for all.
         drawn_RD += np.arange(size)[:, None] * num_documents
         counts_RD = np.bincount(drawn_RD.ravel(), minlength=drawn_RD.size).reshape(drawn_RD.shape)
         sums_RP = counts_RD.astype(np.float64) @ columns_DP
@@ -350,6 +362,8 @@ def resample(
         error_S = statistic.standard_error * t_S
         if error_of_draws is not None:
             scale = statistic.value if statistic.logarithmic else 1.0
+            # Seeded alike for every statistic, so that all have the same draws, as they have the
+            # same documents.
             draws = np.random.default_rng((seed, num_draws))
             student_S = draws.standard_t(num_draws - 1, size=samples)
             error_S = error_S + error_of_draws / scale * student_S

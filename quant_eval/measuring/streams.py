@@ -38,6 +38,7 @@ class Stream:
         embedding = model.embedding()
         for index, tokens_BL in enumerate(batches):
             self.activations.write(index, embedding(tokens_BL.to(model.device)))
+        # Batches of one length share their rotary embeddings.
         by_length = {length: model.context(length) for length in {length for _, length in shapes}}
         self.contexts = [by_length[length] for _, length in shapes]
 

@@ -62,6 +62,7 @@ def open_texts(hf_dir: Path, model: StreamedModel, settings: RunSettings) -> Tex
     calibration = open_text(settings.calibration, hf_dir, model.config.vocab_size)
     texts = _texts(settings, length, calibration.manifest.sha256, sha256, bos)
     for draw_NL in texts.draws:
+        # BOS may be the padding or end-of-text token, and is no padding here.
         _check_draw(draw_NL[:, len(bos) :], calibration, model)
     return texts
 
@@ -137,6 +138,7 @@ def _draw(
             f" {sequences}; lower --calibration-sequences or prepare more text"
         )
     tokens_BS1 = batch(corpus, step=1, batch_size=sequences, sequence_length=length, seed=seed)
+    # `batch` gives inputs and targets: the last token of a sequence is a target alone.
     draw_NL = np.stack([begun(sequence, bos)[:length] for sequence in tokens_BS1[:, :-1]])
     return torch.from_numpy(draw_NL)
 
@@ -149,6 +151,7 @@ def _check_draw(draw_NL: Tensor, corpus: Corpus, model: StreamedModel) -> None:
             " prepare the text without it"
         )
     widths = {name: linear.in_features for name, linear in model.empty_linears().items()}
+    # The Hessian of fewer tokens than inputs is singular.
     name, widest = max(widths.items(), key=lambda item: item[1])
     if draw_NL.numel() < widest:
         raise UserError(
@@ -159,6 +162,7 @@ def _check_draw(draw_NL: Tensor, corpus: Corpus, model: StreamedModel) -> None:
 
 def _is_padded(drawn_NL: NDArray[np.int64], eos: int, config: PretrainedConfig) -> bool:
     """Return whether a sequence holds the padding token, or several ends of text in a row."""
+    # Where padding is the end-of-text token, single ones are ends of documents: runs decide then.
     if config.pad_token_id not in (None, eos) and (drawn_NL == config.pad_token_id).any():
         return True
     return bool((_sliding(drawn_NL, PADDING_RUN) == eos).all(-1).any())
@@ -184,6 +188,7 @@ def check_apart(
     hashes = _hashes(np.concatenate(cut).reshape(-1, WINDOW_TOKENS))
     if not len(calibrated) or not len(hashes):  # all are shorter than a window
         return 0.0
+    # Past the end means larger than all: the last entry, which is not equal, stands for that.
     nearest = np.minimum(np.searchsorted(calibrated, hashes), len(calibrated) - 1)
     is_copied = calibrated[nearest] == hashes
 
@@ -215,5 +220,6 @@ def _hashes(windows: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return a hash of each window of W tokens, [..., W] -> [...]."""
     hashes = np.zeros(windows.shape[:-1], np.uint64)
     for tokens in np.moveaxis(windows, -1, 0):
+        # Arrays of unsigned integers wrap without a warning, which is the modulus.
         hashes = hashes * MULTIPLIER + tokens.astype(np.uint64) + np.uint64(1)
     return hashes

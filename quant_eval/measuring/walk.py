@@ -132,6 +132,7 @@ class _Passes:
             model,
             calibration=len(ranks.share(sequences)) * length,
             evaluated=sum(rows * columns for rows, columns in evaluated),
+            # The quantized stream, and two of each block: it alone, and all but it.
             forks=1 + 2 * model.num_blocks if by_block else 1,
             batch=max(
                 [compute.batch_size * length, *(rows * columns for rows, columns in evaluated)]
@@ -142,6 +143,7 @@ class _Passes:
     def quantize(self, variants: Sequence[Variant]) -> list[Quantized]:
         """Quantize and evaluate variants in one pass through the model."""
         with ExitStack() as cleanup:
+            # Their files exist while the pass reads them.
             libraries = [
                 variant.library and cleanup.enter_context(variant.library()) for variant in variants
             ]
@@ -161,6 +163,7 @@ class _Passes:
         model, full = self._model, None
         if self._data is not None:
             full = evaluated_stream(model, self._data, self._share, self.room.on_device)
+        # Its outputs are kept after the first pass; later it runs only where streams fork from it.
         runs_full = self._final is None or any(variant.by_block for variant in variants)
         evaluated = [Evaluated(full, variant.by_block) for variant in variants] if full else []
         quantizers = self._quantizers(variants)
@@ -183,6 +186,7 @@ class _Passes:
                 if full and runs_full:
                     full.advance(block)
         if full and self._final is None:
+            # Not written any more: the next pass embeds a stream of its own.
             self._final = full.activations
         return errors, evaluated
 
@@ -196,6 +200,7 @@ class _Passes:
             for stream in (text.quantized, *text.alone, *text.others)
         ]
         head = self._model.head()
+        # Losses come in the order of `activations`.
         losses = iter(
             paired_losses(head, self._final, activations, self._data, self._share, self._ranks)
         )

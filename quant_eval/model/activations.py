@@ -60,9 +60,11 @@ class Activations:
         ahead = self._ahead
         if ahead is None or ahead.number != index:
             ahead = self._fetch(index, self._copying)
+        # Started before this batch is waited for, so that it arrives while this one is computed.
         self._ahead = self._fetch(index + 1, self._copying) if index + 1 < len(self) else None
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(ahead.arrival)
+        # Allocated on the copying stream: it must not be reused while this stream computes.
         ahead.batch_BLD.record_stream(computing)
         return ahead.batch_BLD
 
@@ -73,9 +75,11 @@ class Activations:
             return
         if self._ahead and self._ahead.number == index:
             self._ahead = None  # read before it was replaced
+        # The batch may still be in computation on the other stream.
         self._copying.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copying):
             self._batches[index].copy_(batch_BLD, non_blocking=True)
+        # The caller may drop the batch before it has been copied.
         batch_BLD.record_stream(self._copying)
 
     def like(self, width: int | None = None) -> "Activations":

@@ -40,6 +40,7 @@ class Block:
 
     def copy(self) -> "Block":
         """Return a block with its own modules, which share weights until a linear's is replaced."""
+        # deepcopy takes from its memo what is there already: modules are copied, tensors are not.
         tensors = (*self.module.parameters(), *self.module.buffers())
         module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
         return Block(module, self.prefix, self.family, self.is_parallel)
@@ -79,6 +80,7 @@ class Block:
 
     def attended(self, x_BLD: Tensor, context: dict[str, Any]) -> Tensor:
         """Return the input of the attention's last linear, [B, L, G]."""
+        # With the last linear as the identity, the module returns what that linear reads.
         with _skipped(self.attention, self.family.writing):
             inputs: tuple[Tensor, ...] = self.attention(
                 hidden_states=self.attention_input(x_BLD), **context
@@ -88,6 +90,7 @@ class Block:
     def after_attention(self, x_BLD: Tensor, attended_BLG: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream that the MLP reads, and what it is added to in the end."""
         written = getattr(self.attention, self.family.writing)(attended_BLG)
+        # The MLP of a parallel block reads the input of the block, not the sum with attention.
         if self.is_parallel:
             return x_BLD, x_BLD + written
         added = x_BLD + (written if self.family.norms == "before" else self._norms[0](written))
@@ -164,6 +167,7 @@ class StreamedModel:
     def context(self, length: int) -> dict[str, Any]:
         """Return what every block needs besides the stream of sequences of that length."""
         rotary = getattr(self._empty, self.family.decoder).rotary_emb.to(self.device)
+        # The rotary embedding reads the dtype and device of its argument alone.
         example = torch.empty(0, dtype=self.dtype, device=self.device)
         positions = torch.arange(length, device=self.device)[None]
         return {
@@ -185,6 +189,7 @@ class StreamedModel:
         return nn.Sequential(self._load(norm), self._load(self.family.head)).float()
 
     def _load(self, name: str) -> Any:
+        # From a copy: the empty model never holds a weight, so a block is freed with its user.
         module = copy.deepcopy(self._empty.get_submodule(name))
         tensors = {}
         for key, empty in module.state_dict().items():
@@ -195,5 +200,6 @@ class StreamedModel:
                     " earlier checkpoint"
                 )
             tensors[key] = tensor.to(self.dtype).view(empty.shape)
+        # The parameters are on the meta device, where there is nothing to copy into.
         module.load_state_dict(tensors, assign=True)
         return module.requires_grad_(False).to(self.device)

@@ -32,6 +32,7 @@ class GPTQ(ColumnSpec):
         from quant_eval.rounding.gptq import prepare
 
         assert group.hessian_II is not None
+        # All of the spec that `prepare` reads.
         key = (self.order, self.group_size, self.damping)
         if key not in group.shared:
             group.shared[key] = prepare(

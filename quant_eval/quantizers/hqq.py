@@ -49,6 +49,7 @@ class HQQ(GroupSpec):
         grid = fit_grid(weight_OGK.permute(2, 0, 1), spec)
         check_scales(grid.scale, weight_OI, spec)
 
+        # In chunks of rows, since a turn of the solver holds several tensors of their size.
         chunks = zip(
             weight_OGK.split(CHUNK_ROWS),
             grid.scale.split(CHUNK_ROWS),
@@ -92,6 +93,7 @@ def half_quadratic(steps_OGK: Tensor, zero_OG: Tensor, most: int) -> tuple[Tenso
         codes_OGK = (steps_OGK + zero_OG[..., None]).round_().clamp_(0, most)
         error_OGK = steps_OGK - (codes_OGK - zero_OG[..., None])
         size_OGK = error_OGK.abs()
+        # Judged before the zero point moves: the codes are those of this one.
         objective_OG = size_OGK.pow(NORM).sum(-1, dtype=torch.float64)
         best_OG = torch.where(objective_OG < least_OG, zero_OG, best_OG)
         least_OG = torch.minimum(objective_OG, least_OG)

@@ -27,6 +27,8 @@ class RTN(GridSpec):
         if self.format != "int":
             return self.format, {}
         if self.activations and self.activations.startswith("int"):
+            # Names such as w4a4 state bits and activations, and one scale per channel is their
+            # default.
             stated = {"bits": self.bits, "activations": self.activations, "group_size": None}
             return f"w{self.bits}a{self.activations.removeprefix('int')}", stated
         return self.method, {}

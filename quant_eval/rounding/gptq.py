@@ -129,9 +129,11 @@ def factored(
     diagonal_I = hessian_II.diagonal()
     dead_I = diagonal_I == 0
     if bool(dead_I.all()):
+        # No column is set to 0 (~dead_I), and the identity carries no error from one to another.
         unmoved_II = torch.eye(len(dead_I), dtype=torch.float32, device=dead_I.device)
         return Preparation(order_I, ~dead_I, unmoved_II)
     live_mean = diagonal_I.sum() / (~dead_I).sum()
+    # H is positive semidefinite: where H_ii = 0, its row is 0 too, so a dead column moves no other.
     added_I = (dead_I + damping) * live_mean
     factor_II = _factor(hessian_II, added_I, order_I, products, ranks)
     if factor_II is None:
@@ -163,6 +165,7 @@ def _factor(
     reverse_I = order_I.flip(0)
     damped_II = hessian_II[reverse_I[:, None], reverse_I]
     damped_II.diagonal().add_(added_I[reverse_I])
+    # Diagonals are cloned, so that the matrices that they belong to can be freed.
     diagonal_I = damped_II.diagonal().clone()
     lower_II, failed_at = torch.linalg.cholesky_ex(damped_II)
     root_I = lower_II.diagonal().clone()
@@ -178,6 +181,7 @@ def _factor(
         moved_I = torch.cat([part_CI.square() @ diagonal_I for part_CI in parts])
         noise_I = noise_I.maximum(torch.finfo(products).eps * moved_I)
     is_regular = (failed_at == 0) & (root_I.square() > noise_I).all()
+    # A lower triangle with both axes in reverse is an upper one along `order_I`.
     return factor_II.float().flip(0, 1) if bool(is_regular) else None
 
 
@@ -212,9 +216,11 @@ def scaled_inverse(lower_II: Tensor, ranks: Ranks) -> Tensor:
             end = min(start + rows, len(lower_II))
             diagonal_RI = lower_II.new_zeros(end - start, end)
             diagonal_RI.diagonal(start).copy_(diagonal_I[start:end])
+            # Rows of X with X L = diag(L): they need the leading [end, end] part of L alone.
             inverse_II[start:end, :end] = torch.linalg.solve_triangular(
                 lower_II[:end, :end], diagonal_RI, upper=False, left=False
             )
+    # Broadcasts come after all solves: within the loop above they would make ranks take turns.
     for start, owner in zip(starts, owners, strict=True):
         ranks.broadcast(inverse_II[start : start + rows], owner)
     return inverse_II
@@ -239,6 +245,7 @@ def order_of(diagonal_I: Tensor, spec: ColumnSpec) -> Tensor:
         case "groupaware":
             assert spec.group_size is not None
             diagonal_GK = diagonal_I.view(-1, spec.group_size)
+            # Positions within a group become input features.
             within_GK = natural_I.view_as(diagonal_GK).gather(
                 1, diagonal_GK.argsort(dim=1, descending=True, stable=True)
             )
@@ -295,6 +302,7 @@ def gptq_with_errors(
     """
     num_outputs, num_inputs = weight_OI.shape
     group_size, order_I = spec.group_size or num_inputs, preparation.order_I
+    # Transposed, so that the column that is rounded is contiguous.
     weight_IO = weight_OI.new_zeros(
         num_inputs, -(-num_outputs // ROW_MULTIPLE) * ROW_MULTIPLE, dtype=torch.float32
     )
@@ -305,6 +313,7 @@ def gptq_with_errors(
     largest = largest_of(weight_OI) if largest is None else largest
     if spec.group_size is None:
         grid = _group_grids(weight_IO, group_size, spec, largest)
+    # Between the two fits: the grid of a whole row still sees dead columns, those of groups do not.
     weight_IO.masked_fill_(preparation.dead_I[:, None], 0.0)
     if spec.group_size is not None:
         grid = _group_grids(weight_IO, group_size, spec, largest)
@@ -320,6 +329,7 @@ def gptq_with_errors(
         # Groups that begin in this block: their weights carry the errors of all earlier blocks.
         firsts = range(-(-start // group_size) * group_size, end, group_size)
         if firsts and not is_final:
+            # The last group may reach into later blocks: their columns have had the same updates.
             members = slice(firsts[0], firsts[-1] + group_size)
             fitted: Any = _group_grids(weight_IO[members], group_size, spec, largest)
             grid.copy_(fitted, group_I[members][::group_size])
@@ -338,6 +348,7 @@ def gptq_with_errors(
     scales_OG = grid.scale[:, :num_outputs].T.contiguous()
     zeros_OG = grid.zeros()[:, :num_outputs].T.contiguous()
     check_scales(scales_OG, weight_OI, spec)
+    # From the order of rounding back to that of the input features.
     groups_I = torch.empty_like(group_I, dtype=torch.int32).index_copy_(0, order_I, group_I.int())
     codes_OI = codes_IO[:, :num_outputs].T.contiguous()
     numbers, global_scale = grid.numbers, grid.global_scale
@@ -399,6 +410,7 @@ def round_columns(
         grids[group].steps(weight_O, out=step_O)
         weight_O.sub_(torch.mul(step_O, grids[group].scale, out=restored_O))
 
+        # The largest power of two that divides k; at the end of the block the slices are cut short.
         s = k & -k
         weight_CO[k : k + s].addmm_(
             factor_CC[k - s : k, k : k + s].T, weight_CO[k - s : k], alpha=-1
@@ -410,6 +422,7 @@ class _Graph:
 
     def __init__(self, num_columns: int, num_rows: int, device: torch.device) -> None:
         shape = (num_columns, num_rows)
+        # A graph replays on the addresses it was captured with. The ones keep the warm-up finite.
         self._weight_CO, self._steps_CO, *bounds = torch.ones(5, *shape, device=device)
         self._factor_CC = torch.ones(num_columns, num_columns, device=device)
         self._grid = Grid(*bounds)

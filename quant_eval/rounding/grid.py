@@ -40,6 +40,7 @@ class Levels:
     def steps(self, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the number whose point is nearest to each fp32 weight."""
         quotients = torch.div(weights, self.scale, out=out)
+        # In place: `gptq` passes a row of its steps as `out` and reads it afterwards.
         return quotients.copy_(self.numbers.nearest(quotients))
 
     def codes(self, steps: Tensor) -> Tensor:
@@ -110,6 +111,7 @@ def _scale(low: Tensor, high: Tensor, spec: GridSpec, global_scale: Tensor | Non
     scale: Tensor
     if spec.format == "fp8e5m2":
         scale = torch.maximum(-low, high) / E5M2.largest
+        # A group of zeros: any positive scale keeps it at zeros, and 0 / 0 would not.
         return scale.masked_fill(scale == 0, torch.finfo(scale.dtype).eps)
     from compressed_tensors.quantization import preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -117,6 +119,7 @@ def _scale(low: Tensor, high: Tensor, spec: GridSpec, global_scale: Tensor | Non
     args = preset_name_to_scheme(PRESETS[spec.format], ["Linear"]).weights
     scale = calculate_qparams(low, high, args, global_scale=global_scale)[0]
     if global_scale is not None:
+        # compressed-tensors returns numbers of E4M3; `Levels.scale` includes the global scale.
         scale = scale / global_scale
     return scale.where(high.isfinite(), torch.nan)  # an exponent of E8M0 cannot say NaN
 
@@ -236,6 +239,7 @@ def fit_grid(weights: Tensor, spec: GridSpec) -> Grid:
     ).double()
     scale = scale.where((exact - scale) * max_code < scale / 2, torch.nan)
 
+    # A whole code, so that 0 is a grid point; in steps of the scale as it was cut.
     zero = (
         torch.full_like(scale, 2 ** (spec.bits - 1)) if spec.symmetric else (-low / scale).round()
     )
@@ -262,6 +266,7 @@ def round_to_nearest(weight_OI: Tensor, spec: GridSpec, largest: Tensor | None =
     """
     num_outputs, num_inputs = weight_OI.shape
     group_size = spec.group_size or num_inputs
+    # Weights that share a scale are along the first dimension, as everything in this file has them.
     weight_KOG = weight_OI.float().reshape(num_outputs, -1, group_size).permute(2, 0, 1)
     grid = fit_points(weight_KOG, spec, largest_of(weight_OI) if largest is None else largest)
     check_scales(grid.scale, weight_OI, spec)

@@ -44,6 +44,7 @@ class InputStatistics:
         self._hessian.tokens = int(ranks.sum(torch.tensor(self._hessian.tokens)))
         if self._has_ranges:
             ranks.sum(self._sum_I)
+            # Both ends are stored as maxima, so one reduction takes both.
             self._ends_2I = ranks.max(self._ends_2I)
 
     def hessian(self, name: str) -> Tensor:
@@ -66,5 +67,6 @@ class InputStatistics:
         assert self._has_ranges
         above_I, below_I = self._ends_2I.double()
         if shift_I is not None:
+            # The ends of x - b: max(x) - b, and max(-x) + b.
             above_I, below_I = above_I - shift_I, below_I + shift_I
         return torch.maximum(above_I, below_I)

@@ -98,13 +98,17 @@ def round_mixed(
 
     kept_OK = weight_OI[:, kept_I].float()
     if num_rest:
+        # The upper rows of the factor: on the left they move the rest itself, on the right they
+        # move the kept columns by its errors.
         rest_OR, prepared = weight_OI[:, rest_I], _part(preparation, first)
         rest, errors_RO = gptq_with_errors(rest_OR, prepared, spec)
         kept_OK = _moved(kept_OK, preparation.factor_II[first, last], errors_RO)
     if num_kept and kept_bits:
+        # The trailing part of the factor compensates errors among the kept columns alone.
         in_more_bits = spec.model_copy(update={"bits": kept_bits})
         kept = gptq(kept_OK, _part(preparation, last), in_more_bits)
     elif num_kept:
+        # No grid has met these weights, so NaN and infinity are looked for in the weights.
         check_scales(kept_OK, weight_OI, spec)
         kept = kept_OK
     return Mixed(rest, kept, rest_I, kept_I)
@@ -126,6 +130,7 @@ def kept_last(diagonal_I: Tensor, count: int) -> Tensor:
     """Return the features in natural order, but the `count` with the largest H_ii last."""
     is_kept_I = torch.zeros_like(diagonal_I, dtype=torch.bool)
     is_kept_I[diagonal_I.argsort(descending=True, stable=True)[:count]] = True
+    # Stable, so that both parts stay in natural order.
     return is_kept_I.int().argsort(stable=True)
 
 

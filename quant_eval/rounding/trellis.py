@@ -68,6 +68,7 @@ def qtip(group: LinearGroup, bits: int, states: int, damping: float) -> Tensor:
     # weights to the deviation of the code, each linear by its own scale
     rotated, scales = [], []
     for part_OI, output in zip(weight_OI.split(sizes), outputs, strict=True):
+        # S acts on outputs, so it multiplies the rows of the transposed weight.
         rotated.append(output.weight(inputs.weight(part_OI.float()).T).T)
         scales.append(rotated[-1].double().square().mean().sqrt().float() / DEVIATION)
     if not all(bool(scale.isfinite()) for scale in scales):
@@ -111,10 +112,13 @@ def round_tiles(weight_OI: Tensor, factor_II: Tensor, trellis: Trellis) -> Tenso
     columns = []
     for start in range(0, num_inputs, TILE):
         block_BO, end = weight_IO[start : start + TILE], start + TILE
+        # A tile is 16 outputs by 16 inputs, read output by output.
         tiles_RT = block_BO[:, :num_rows].T.reshape(-1, TILE * TILE)
         columns.append(trellis.encode(tiles_RT))
+        # A view of `weight_IO`: from here on the block holds its errors.
         block_BO[:, :num_rows] -= trellis.decode(columns[-1]).view(num_rows, TILE).T
         factor_BI = factor_II[start:end, start:]
+        # F_bb^-1 F_b,later of the formula above, of which only the product with errors is needed.
         moves_BI = torch.linalg.solve_triangular(
             factor_BI[:, :TILE], factor_BI[:, TILE:], upper=True, unitriangular=True
         )

@@ -54,6 +54,8 @@ class Trellis:
         strings = []
         for part_ST in numbers_NT.tensor_split(batches):
             numbers_TS = part_ST.T.contiguous()
+            # Rotated, number 0 is in the middle, far from both free ends. Its state without the
+            # newest k bits is the overlap with the state before it, the last one of the circle.
             rotated_TS = self.walk(numbers_TS.roll(middle, 0), start=middle)
             states_TS = self.walk(numbers_TS, rotated_TS[0] >> self.bits)
             strings.append(pack(states_TS.T & (2**self.bits - 1), self.bits))
@@ -64,7 +66,9 @@ class Trellis:
         symbols_NT = unpack(codes_NC, self.bits)
         states_NT = torch.zeros_like(symbols_NT)
         for back in range(-(-self._log_states // self.bits)):
+            # The window of number t: its own bits are the lowest, those before it higher.
             states_NT += symbols_NT.roll(back, 1) << back * self.bits
+        # L need not be a multiple of k: the oldest symbol is cut to the bits that the window has.
         return self.values[states_NT & (2**self._log_states - 1)]
 
     def walk(self, numbers_TS: Tensor, overlap_S: Tensor | None = None, start: int = 0) -> Tensor:
@@ -91,6 +95,8 @@ class Trellis:
         # backwards: the best of the 2^k states that lead to the overlap
         steps = zip(costs_TKX[start:], -2 * numbers_TS[start:], strict=True)
         for before_KX, factor_S in reversed(list(steps)):
+            # The overlap before is oldest 2^(L - 2k) + (overlap >> k): a row and, flattened with
+            # the sequence, a column of `before_KX`.
             before_S = torch.add(position_S, overlap_S >> self.bits, alpha=size)
             cost_KS = torch.addcmul(
                 square_KV.index_select(1, overlap_S),
@@ -98,6 +104,7 @@ class Trellis:
                 factor_S,
             )
             oldest_S = cost_KS.add_(before_KX.index_select(1, before_S)).argmin(0)
+            # A state is its oldest k bits, then the overlap with the state after it.
             states.append(torch.add(overlap_S, oldest_S, alpha=2**shared))
             overlap_S = states[-1] >> self.bits
         return torch.stack(states).flip(0)
@@ -118,6 +125,7 @@ class Trellis:
         costs_TVS = self._room[: math.prod(shape)].view(shape)
         costs_TVS[0] = 0.0
         if overlap_S is not None:
+            # All other beginnings are forbidden.
             costs_TVS[0] = torch.inf
             costs_TVS[0].scatter_(0, overlap_S[None], 0.0)
 
@@ -133,6 +141,7 @@ class Trellis:
         before = costs_TVS[:-1].view(length, symbols, 1, -1, size)
         after = costs_TVS[1:].view(length, -1, symbols, size).transpose(1, 2)
         for factors_2S, before_KUS, after_KUS in zip(factors_T2S, before, after, strict=True):
+            # c^2 x 1 + c x (-2 x), for all states in one product.
             torch.mm(sides_X2, factors_2S, out=cost_XS)
             torch.amin(cost_KKUS.add_(before_KUS), 0, out=least_KUS)
             after_KUS.copy_(least_KUS)

@@ -99,6 +99,7 @@ class CheckpointWriter:
         not fit the format, or something else than a quantized checkpoint is at `out`.
         """
         self.hf_dir, self.out, self.spec = hf_dir, out, spec
+        # `finish` replaces what is at `out`: it may be an earlier checkpoint, and nothing else.
         if out.exists() and (read_lineage(out) or ({}, {}))[0].get("kind") != KIND:
             raise UserError(f"{out} exists and is not a quantized checkpoint; give a new directory")
         model = empty_model(read_config(hf_dir))
@@ -242,6 +243,7 @@ class SavedWeights:
         parts = {
             key: read_whole(self._files, tensor) for key, tensor in self._parts[linear].items()
         }
+        # As a whole first: a transform of outputs mixes rows.
         return self._format.dense(linear, parts)[start:stop].to(self._dtype)
 
     def restore(self, block: Block) -> None:

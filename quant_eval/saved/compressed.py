@@ -155,6 +155,7 @@ class CompressedFormat:
         """
         assert self._scheme is not None
         parts = compress(rounded, self._scheme)
+        # Unpacked again at once, so that no file can hold other weights than were measured.
         exact = torch.equal(decompress(parts, self._scheme), rounded.dense())
         assert exact, f"{linear}: the format does not give back what was measured"
         tensors = {f"{linear}.{key}": tensor for key, tensor in parts.items()}
@@ -237,6 +238,7 @@ def compress(rounded: Rounded, scheme: "QuantizationScheme") -> dict[str, Tensor
     args = scheme.weights
     assert args is not None
     num_inputs = len(rounded.groups_I)
+    # Nothing in the format says which group an input is in: loaders count them off.
     natural_I = torch.arange(num_inputs) // (args.group_size or num_inputs)
     assert torch.equal(rounded.groups_I.long().cpu(), natural_I), "groups are not of neighbours"
     state = {"weight": rounded.dense(), "weight_scale": rounded.scales_OG}
@@ -249,6 +251,7 @@ def compress(rounded: Rounded, scheme: "QuantizationScheme") -> dict[str, Tensor
         state["weight_scale"] = rounded.scales_OG[0, :1]
     if not args.symmetric:
         middle = 2 ** (args.num_bits - 1)
+        # Codes of compressed-tensors are signed: its 0 is the middle of ours.
         state["weight_zero_point"] = (rounded.zeros_OG.short() - middle).to(torch.int8)
     compressor = BaseCompressor.get_value_from_registry(str(scheme.format))
     compressed: dict[str, Tensor] = compressor.compress(state, scheme)
@@ -370,6 +373,7 @@ def transform(linear: nn.Linear, inputs: Transform | None, outputs: Transform | 
 
 def cast_cache(block: Block, keys: Tensor, values: Tensor) -> None:
     """Let a block's attention read keys and values through FP8 with these scales."""
+    # Any range will do: both scales are replaced by those of the file.
     key_cast, value_cast = (ScaledCast(torch.ones(1), owner) for owner in ("keys", "values"))
     key_cast.scale, value_cast.scale = keys, values
     attach(block, CacheCast(key_cast, value_cast))

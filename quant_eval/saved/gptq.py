@@ -106,6 +106,7 @@ class GPTQFormat:
     def check_linears(self, linears: Mapping[str, nn.Linear]) -> None:
         """Refuse linears whose codes or zeros do not fill words."""
         bits = self._settings.bits
+        # The least number of zeros that fills whole words of 32 bits.
         of_zeros = next(count for count in (4, 8, 16, 32) if count * bits % WORD_BITS == 0)
         for name, linear in linears.items():
             for what, count, multiple in (
@@ -127,6 +128,7 @@ class GPTQFormat:
         tensors = pack(rounded, self._settings.bits, self._settings.checkpoint_format)
         natural_I = self._settings.natural_groups(len(tensors["g_idx"]))
         assert torch.equal(tensors["g_idx"].sort().values, natural_I), "groups are not of one size"
+        # `desc_act` is one setting for all linears: kernels read g_idx where it is set.
         if not torch.equal(tensors["g_idx"], natural_I):
             self._settings = self._settings.model_copy(update={"desc_act": True})
         return {f"{linear}.{key}": tensor for key, tensor in tensors.items()}
@@ -180,6 +182,7 @@ def pack(rounded: Rounded, bits: int, checkpoint_format: Format) -> dict[str, Te
     )
     assert torch.equal(scales_OG.float(), rounded.scales_OG), "scales are not values of fp16"
     middle = 2 ** (bits - 1)
+    # Packing is from signed values, around the middle; uint8 would wrap below it.
     codes_IO = (rounded.codes_OI.short() - middle).to(torch.int8).T
     zeros_GO = (rounded.zeros_OG.short() - offset - middle).to(torch.int8).T
     tensors = {

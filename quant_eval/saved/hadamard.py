@@ -56,6 +56,7 @@ class Matrix:
 
     def stored(self) -> Tensor:
         """Return the matrix M as +1 and -1, bf16 [size, size]: rows x become x M / sqrt(size)."""
+        # The images of unit vectors are the rows of the orthogonal matrix.
         signs: Tensor = self.transform(self.size).inputs(torch.eye(self.size)) * self.size**0.5
         return signs.round().to(torch.bfloat16)
 
@@ -96,6 +97,7 @@ class HadamardTransforms:
         """Return the transforms of a `transform_config`, or of {}."""
         matrices = {}
         for name, group in settings.get("config_groups", {}).items():
+            # Names of groups are as `Matrix.name` writes them: kind and size.
             kind = name.rstrip("0123456789")
             for arguments in group["apply"]:
                 for target in arguments["targets"]:
@@ -118,6 +120,7 @@ class HadamardTransforms:
 
         `transform` is that of its inputs, which has to be the one in config.json.
         """
+        # Compared on one row: no transform is written out as a matrix.
         probe_1I = torch.linspace(-1, 1, width, dtype=torch.float64)[None]
         expected, actual = self.of(INPUT, linear, width), copy.deepcopy(transform).to("cpu")
         assert expected is not None, f"{linear} has a transform that config.json does not name"

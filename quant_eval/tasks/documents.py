@@ -112,6 +112,7 @@ def from_files(row: PaperTask, leaves: list[str], directory: Path) -> Sources:
         present = {
             path for path in directory.glob("mmlu/*.jsonl") if FEWSHOT_SUFFIX not in path.name
         }
+        # A file that is no subject would be left out without a word.
         strays = present - set(files.values())
         if not files or strays:
             raise UserError(

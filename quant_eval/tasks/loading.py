@@ -80,6 +80,8 @@ def _load(row: PaperTask, manager: TaskManager, settings: TaskSettings) -> Loade
     )
     scored = tasks[0]
     if row.name == "mmlu":
+        # By size, so that it is the accuracy over all items, which `evaluate_tasks` compares with
+        # its own.
         scored = Group(
             row.name, aggregate_metric_list=[AggMetricConfig("acc", weight_by_size=True)]
         )

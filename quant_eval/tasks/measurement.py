@@ -134,6 +134,7 @@ def quantized_model(
     layers = getattr(getattr(full, model.family.decoder), LAYERS)
 
     def keep(index: int, block: Block) -> None:
+        # The model that lm-eval asks gets each block as soon as it is quantized.
         layers[index] = block.module
 
     work = hf_dir / "tasks" / spec.name / LIBRARY_WORK  # where all ranks see it

@@ -81,6 +81,7 @@ def mcnemar_p_value(first: int, second: int) -> float:
         (0.0625, 1.0)
     """
     discordant, fewer = first + second, min(first, second)
+    # Exact integers: binomial coefficients of many items overflow a float.
     tail = coefficient = 1
     for k in range(1, fewer + 1):
         coefficient = coefficient * (discordant - k + 1) // k

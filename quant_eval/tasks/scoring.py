@@ -129,6 +129,7 @@ def exact_head(model: PreTrainedModel) -> None:
 
     Logits rounded to bf16 are off by up to 2^-8 of themselves, as much as options differ by.
     """
+    # A copy, since a tied head shares its weight with the embedding, which keeps its dtype.
     head: Any = copy.deepcopy(model.get_output_embeddings()).float()
     head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
     model.set_output_embeddings(head)

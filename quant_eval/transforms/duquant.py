@@ -34,6 +34,7 @@ def duquant_steps(hessian_II: Tensor, block: int) -> tuple[Blocks, Permutation, 
         [4.75, 4.75, 4.75, 4.75]
     """
     first = Blocks(_greedy_rotations(_diagonal_blocks(hessian_II, block)))
+    # The permutation and the second rotation are fitted to what the first one leaves.
     rotated_II = Transform(first).hessian(hessian_II)
     order_I = _zigzag(rotated_II.diagonal(), block)
     permuted_II = rotated_II[order_I[:, None], order_I]
@@ -54,6 +55,7 @@ def spreading_rotation(size: int) -> Tensor:
     """
     row_K = torch.arange(1, size, dtype=torch.float64)
     below_KK = torch.ones(size, size, dtype=torch.float64).tril(-1)[1:]
+    # Row k has k ones and then -k: orthogonal to all other rows, of length sqrt(k (k + 1)).
     below_KK[torch.arange(size - 1), torch.arange(1, size)] = -row_K
     others_KK = below_KK / (row_K * (row_K + 1)).sqrt()[:, None]
     return torch.cat([torch.full((1, size), size**-0.5, dtype=torch.float64), others_KK])
@@ -73,6 +75,7 @@ def _greedy_rotations(moments_GKK: Tensor) -> Tensor:
         largest_G = moments_GKK.diagonal(dim1=1, dim2=2).argmax(1)
         step_GKK = _exchanged(spread_KK, largest_G)
         rotations_GKK = rotations_GKK @ step_GKK
+        # Inputs become x R, so their second moment becomes R^T M R.
         moments_GKK = step_GKK.mT @ moments_GKK @ step_GKK
         peak_G = moments_GKK.diagonal(dim1=1, dim2=2).amax(1)
         is_better_G = peak_G < smallest_G
@@ -85,6 +88,7 @@ def _exchanged(matrix_KK: Tensor, feature_G: Tensor) -> Tensor:
     """Return the matrix for each block with its first row and column exchanged for a feature's."""
     count, size = len(feature_G), len(matrix_KK)
     order_GK = torch.arange(size, device=feature_G.device).repeat(count, 1)
+    # Swap feature 0 and the given one; where they are the same both writes change nothing.
     order_GK[:, 0] = feature_G
     order_GK.scatter_(1, feature_G[:, None], 0)
     return matrix_KK[order_GK[:, :, None], order_GK[:, None, :]]
@@ -95,6 +99,7 @@ def _zigzag(size_I: Tensor, block: int) -> Tensor:
     falling_I = size_I.argsort(descending=True, stable=True)
     count = len(size_I) // block
     dealt_KG = falling_I.view(block, count)
+    # Without turning around, the first block would get the largest feature of every round.
     dealt_KG[1::2] = dealt_KG[1::2].flip(1)
     return dealt_KG.T.reshape(-1)
 

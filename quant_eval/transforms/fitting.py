@@ -64,6 +64,7 @@ def fit_transform(
         steps.append(smoothing(largest_I, weight_OI, spec.smooth))
     place = places.sites[site]
     if place.folds_gain:
+        # T = diag(g) Q: the inverse takes the gain off the inputs, and the weights receive it.
         steps.append(_gain(gain_I, site))
     match place.kind:
         case "none":
@@ -73,6 +74,7 @@ def fit_transform(
         case "duquant":
             assert hessian_II is not None
             assert place.block is not None
+            # The rotations are fitted to what they will read: inputs that are shifted and smoothed.
             before = Transform(*steps, shift_I=shift_I)
             steps += duquant_steps(before.hessian(hessian_II), place.block)
         case _:

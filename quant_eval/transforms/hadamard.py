@@ -33,6 +33,7 @@ def hadamard_steps(
     assert factors is not None, "check_hadamard refuses it"
     left_AA, right_BB = (hadamard_matrix(factor) for factor in factors)
     if kept:
+        # diag(I, H) is no Kronecker product of two factors, so all of a block is the right one.
         matrix_KK = torch.kron(left_AA, right_BB)
         left_AA, right_BB = matrix_KK.new_ones(1, 1), torch.block_diag(torch.eye(kept), matrix_KK)
     product = Kronecker(left_AA, right_BB, repeats=width // size)

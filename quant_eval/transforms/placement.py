@@ -137,6 +137,7 @@ def _quarot(
     outputs = {} if spec.smooth is not None else {family.reading[-1]: _values(family, config)}
     if is_fused:
         outputs |= {family.writing: residual, family.mlp_writing: residual}
+    # Clipping acts on single features, so it does not commute with a rotation.
     if family.reading[-1] in outputs and getattr(config, "clip_qkv", None) is not None:
         raise UserError(
             f"R2 cannot be fused on {config.model_type} with clip_qkv, which clips the values; give"
@@ -163,6 +164,7 @@ def _values(family: Family, config: "PretrainedConfig") -> Place:
     """
     head = head_features(config)
     if len(family.reading) == 1:
+        # In the 3 F rows of each head queries and keys come first; they are kept as they are.
         return Place(
             3 * config.num_attention_heads * head, "hadamard", block=3 * head, kept=2 * head
         )

@@ -74,6 +74,7 @@ class Permutation(TransformStep):
         super().__init__()
         self.width = len(order_I)
         self.register_buffer("order_I", order_I)
+        # The argsort of a permutation is its inverse.
         self.register_buffer("back_I", order_I.argsort())
 
     def times(self, rows: Tensor) -> Tensor:
@@ -153,6 +154,7 @@ class Blocks(TransformStep):
 
     @staticmethod
     def _multiplied(rows: Tensor, matrices_GKK: Tensor) -> Tensor:
+        # Blocks come first, so that all of them are one batched product.
         blocks_GNK = rows.reshape(-1, *matrices_GKK.shape[:2]).transpose(0, 1)
         return (blocks_GNK @ matrices_GKK.to(rows.dtype)).transpose(0, 1).reshape(rows.shape)
 
@@ -199,6 +201,7 @@ class Transform(nn.Module):
         turns, moment_II = self._turns(), self.centred(hessian_II.double())
         if not turns:
             return moment_II
+        # Rows times T^-T give H T^-T; its transpose T^-1 H, taken once more, gives T^-1 H T^-T.
         half_II = _computed(moment_II, turns)
         whole_II = _computed(half_II.T, turns)
         # symmetric but for rounding; a sum with its transpose would take as long as both products

@@ -110,6 +110,7 @@ class ElementStart:
             return "complete"
         forget_earlier_stops(self.study_dir, self.steps)
         record_start(self.study_dir, self.key, self.job, len(self.nodes), self.position())
+        # Holds where an exception passes through: the record then says that this start failed.
         ending: Ending = "failed"
         try:
             self.unpack_image()
@@ -139,10 +140,12 @@ class ElementStart:
                 say(f"{batch[0].name} needs {missing[0]}, which is not there")
             else:
                 self.run_batch(batch)
+            # Another batch would be started only to be interrupted.
             if self.stop_file.exists():
                 break
         if not self.open_steps():
             return "complete"
+        # The stop of a user is final; after one by the job itself the element is submitted again.
         asked_by = [stopped_by(self.study_dir, step) for step in open_steps]
         if "user" in asked_by:
             say(f"stopped by a STOP file; 'python -m slurm retry {self.study.name}' resumes")
@@ -157,6 +160,7 @@ class ElementStart:
             if missing:
                 say(f"{step.name}: {len(missing)} results are missing, such as {missing[0]}")
                 ending = "partial"
+            # With results missing it is executed but not recorded, so it stays open.
             status = self.execute([step]) if missing else self.run_batch([step])
             if status:
                 return "asked" if self.stop_file.exists() else "failed"
@@ -164,12 +168,14 @@ class ElementStart:
 
     def run_batch(self, batch: list[Step]) -> int:
         """Run one command and record its steps; return its exit status, not 0 if one is open."""
+        # Before the command starts: if an input changes meanwhile, the record does not fit it.
         fingerprints = {step.name: self.ledger.fingerprint(step) for step in batch}
         for step in batch:
             self.ledger.prepare(step)
         began_at = time.monotonic()
         status = self.train(batch) if batch[0].kind == "train" else self.execute(batch)
         seconds = (time.monotonic() - began_at) / len(batch)
+        # Outputs of a step that does not resume were removed before: those there now are new.
         complete = [
             step
             for step in batch
@@ -183,6 +189,7 @@ class ElementStart:
         left = next(step for step in batch if step not in complete)
         fault = self.ledger.fault(left)
         say(f"{left.name} is not complete, its command ended with status {status}: {fault}")
+        # A command that ends with 0 and leaves an output out has failed, too.
         return status or 1
 
     def train(self, batch: list[Step]) -> int:
@@ -192,6 +199,7 @@ class ElementStart:
             # What an earlier attempt ended with says nothing of this one.
             RunDirectory(self.study_dir / batch[0].run).status_json.unlink(missing_ok=True)
             status = self.execute(batch)
+            # The ledger caches which outputs never come, and this attempt may have diverged.
             self.ledger.look_again()
             diverged = self.ledger.divergence(batch[0])
             if diverged:
@@ -200,6 +208,7 @@ class ElementStart:
             if status == 0 or self.stop_file.exists() or stopped_by(self.study_dir, batch[0]):
                 return status
             before, position = position, self.position()
+            # A new checkpoint starts the count anew: only restarts without progress are limited.
             vain = 0 if position > before else vain + 1
             if vain > self.site.limits.restarts_in_place:
                 return status
@@ -210,6 +219,7 @@ class ElementStart:
         """Return the exit status of the command of these steps."""
         first = batch[0]
         train = first.kind == "train"
+        # At every attempt, since restarts in place come here as well and a node may have failed.
         if train and len(self.nodes) > 1:
             self.check_health()
         machine = self.machine(first)
@@ -221,7 +231,9 @@ class ElementStart:
         # Of all jobs of an element only the newest runs: `is_recorded` sees to that.
         environment = os.environ | {OWNER: f"{self.study_dir}:{self.array.name}/{self.key[1]}"}
         if first.kind in ONLINE:
+            # The job script sets it for all steps; these have to reach the hub.
             environment.pop("HF_HUB_OFFLINE", None)
+        # A follower for MLflow and a watch for silence go with a training alone.
         follower = self.follow(first) if train else None
         silent_seconds = self.site.limits.silent_seconds
         watch = HangWatch(self.study_dir, first.run, silent_seconds) if train else None
@@ -231,6 +243,7 @@ class ElementStart:
                 environment,
                 Path(self.site.project),
                 asked=self.stop_file.exists,
+                # Only training looks for a STOP file; False has any other command interrupted.
                 stop=lambda: train and ask_to_stop(self.study_dir, first, self.start),
                 recurring=Advancing(self.study_dir, lambda: self.outputs(first)).look,
                 hung=watch.hung if watch else lambda: None,
@@ -243,11 +256,13 @@ class ElementStart:
         """Unpack the image on every node, once for all steps of the job, without their limits."""
         if self.site.container and self.site.container.kind == "pyxis":
             prefix = srun_prefix(self.site, self.array.kind, self.everywhere)
+            # A failure is left to the srun of the steps, which needs the same image.
             subprocess.run([*prefix, "true"], stdin=subprocess.DEVNULL, check=False)
 
     def machine(self, step: Step) -> Machine:
         """Return the placeholders of commands here: torchrun on every node, or one process."""
         ranks = self.needs.ranks(step, self.resources.ranks)
+        # Over nodes by the ranks of SLURM, on one by torchrun alone, else without torchrun.
         launch: tuple[str, ...] = ("{python}",)
         if step.kind == "train" and len(self.nodes) > 1:
             launch = torchrun_of_nodes(self.site.nccl.address, len(self.nodes), ranks, self.start)
@@ -264,6 +279,7 @@ class ElementStart:
 
     def beside(self, command: Sequence[str], *options: str) -> subprocess.Popen:
         """Start a command that is not the job's work."""
+        # Overrides the option of the prefix: a check that fails must not end those of other nodes.
         prefix = srun_prefix(self.site, self.array.kind, ("--kill-on-bad-exit=0", *options))
         return subprocess.Popen(
             [*prefix, *command], stdin=subprocess.DEVNULL, cwd=self.site.project
@@ -274,6 +290,7 @@ class ElementStart:
         command = ["{python}", "-m", "study", "mirror", self.study.name, "--root", "{root}"]
         command += ["--run", step.run, "--follow", str(self.site.mlflow.every_seconds)]
         machine = Machine(python=self.site.measuring_python)
+        # --overlap and --mem=0: it runs beside the step of the training, on what that step holds.
         one_task = ("--nodes=1", "--ntasks=1", "--overlap", "--mem=0")
         return self.beside(resolve(command, self.study_dir, machine), *one_task)
 
@@ -297,8 +314,10 @@ class ElementStart:
             return
         for node, reason in bad.items():
             say(f"{node} is not fit: {reason}")
+        # Then excluding would leave no node; the cause is what they have in common.
         if len(bad) == len(self.nodes):
             raise UserError(f"no node is fit: what they share is at fault, see {out}")
+        # The file is read, extended and written: two elements at once would lose entries.
         with submitting(self.study_dir):
             exclude(self.study_dir, bad)
         raise UnfitNodesError(f"{self.array.name} continues without {', '.join(sorted(bad))}")
@@ -314,6 +333,7 @@ def is_recorded(study_dir: Path, array: str, index: int, job: str) -> bool:
     def newest() -> str | None:
         return existing_submission(study_dir).element_ids.get((array, index))
 
+    # The usual case needs no lock, which whoever submits may hold for a minute.
     if newest() == job:
         return True
     with submitting(study_dir):
@@ -383,6 +403,7 @@ def run_here(study_dir: Path, step: str) -> None:
     if "SLURM_JOB_NODELIST" not in os.environ:
         raise UserError("this is not a job; give --interactive, or run it in the shell of salloc")
     job = os.environ["SLURM_JOB_ID"]
+    # Nothing makes this file: no job script runs here whose trap would.
     never = study_dir / STOPS / f"{job}.interactive"
     if ElementStart(study_dir, array, index, never, job).run() != "complete":
         raise typer.Exit(1)

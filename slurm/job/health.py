@@ -56,6 +56,7 @@ def check_shared(out_dir: Path, node: str) -> Iterator[str]:
     """Check the shared filesystem by a file that is written, synced and read back."""
     path, content = out_dir / f".{node}.probe", os.urandom(WRITE_BYTES)
     begin = time.monotonic()
+    # Synced, since the page cache of this node alone would take it and read it back.
     path.write_bytes(content)
     fsync_path(path)
     if path.read_bytes() != content:
@@ -135,6 +136,7 @@ def check_node(out_dir: Path, node: str, gpus: int) -> list[str]:
 
 def read_reports(out_dir: Path, nodes: list[str]) -> dict[str, str]:
     """Return the reason by node of all that are unfit or left no report; after srun."""
+    # All reports are written by `now`: one with a later time has a clock that is ahead.
     bad, now, clock = {}, time.time(), _clock_of(out_dir)
     for node in nodes:
         try:
@@ -148,6 +150,7 @@ def read_reports(out_dir: Path, nodes: list[str]) -> dict[str, str]:
         reasons, ahead = list(report.reasons), report.time - now
         if ahead > CLOCK_SECONDS:
             reasons.append(f"clock ahead of the batch host's by more than {ahead:.0f} s")
+        # Attempts of one start share the directory; each check begins with another clock.
         if clock is not None and report.started != clock:
             reasons.append("the report is of an earlier check")
         if reasons:
@@ -165,6 +168,7 @@ def _main(
 
     Example: srun --ntasks-per-node=1 python -m slurm.job.health STUDY/slurm/health/123_4.0 --gpus 8
     """
+    # `read_reports` looks for the name in SLURM, which the hostname need not be.
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
     clock = _clock_of(out_dir)
     reasons = check_node(out_dir, node, gpus)

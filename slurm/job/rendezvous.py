@@ -14,6 +14,7 @@ import sys
 def free_port() -> int:
     """Return a free port of this node, a different one at every call."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        # Port 0 lets the kernel choose; once the socket is closed, torchrun can bind it.
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
@@ -27,6 +28,7 @@ def torchrun_of_nodes(address: str, nodes: int, ranks: int, start: str) -> tuple
     return (
         *("{python}", "-m", "slurm.job.rendezvous"),
         *("--nnodes", str(nodes), "--nproc-per-node", str(ranks)),
+        # The port in the id tells the attempts of one start apart.
         *("--master-addr", head, "--master-port", port, "--rdzv-id", f"{start}.{port}"),
     )
 

@@ -54,10 +54,12 @@ def wait_for(
     was_asked = False
     try:
         while True:
+            # The wait paces the loop, and returns at once when the process ends.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(POLL_SECONDS)
                 return status if status >= 0 else 128 - status
             recurring()
+            # Once ended, the next wait returns its status, as for any failure.
             if reason := hung():
                 say(f"error: {reason}")
                 end(process)
@@ -65,6 +67,7 @@ def wait_for(
                 was_asked = True
                 if not stop():
                     end(process)
+    # KeyboardInterrupt and SystemExit as well: no srun may outlive this function.
     except BaseException:
         end(process)
         raise
@@ -76,6 +79,7 @@ def end(process: subprocess.Popen) -> None:
         if process.poll() is not None:
             return
         process.send_signal(number)
+        # The second interrupt, see ENDING, follows soon; later signals get the whole grace period.
         deadline = time.monotonic() + (0.5 if number == signal.SIGINT else GRACE_SECONDS)
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -113,6 +117,7 @@ class HangWatch:
         if now - self._since < self._silent_seconds:
             return None
         what = "training logs nothing"
+        # The log has not grown since this attempt began: no rank has made a step.
         if self._seen == self._first:
             what = f"training does not start: {self._missing()}"
         return f"hung: {what} for {self._silent_seconds:.0f} s"
@@ -148,6 +153,7 @@ def stopped_by(study_dir: Path, step: Step) -> Literal["user", "job"] | None:
     directory = RunDirectory(study_dir / step.run)
     asked_by: str | None
     try:
+        # An empty file is by the user: `touch` makes one, and so does `cancel --after-checkpoint`.
         asked_by = directory.stop_file.read_text().strip() or "user"
     except FileNotFoundError:
         status = read_status(directory)
@@ -181,10 +187,12 @@ class Advancing:
     def look(self) -> None:
         """Begin to submit if there is news; called about every second."""
         now = time.monotonic()
+        # One thread at a time: calls that SLURM does not answer must not pile up.
         if now - self._looked_at < LOOK_SECONDS or (self._thread and self._thread.is_alive()):
             return
         self._looked_at, outputs = now, self._outputs()
         if outputs != self._seen or now - self._advanced_at >= ADVANCE_SECONDS:
+            # Set before the call: one that fails is made again at the next news, or after a while.
             self._seen, self._advanced_at = outputs, now
             self._thread = threading.Thread(target=_advance, args=(self._study_dir,), daemon=True)
             self._thread.start()

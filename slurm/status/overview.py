@@ -108,6 +108,7 @@ def look(study_dir: Path) -> Overview:
         reason = str(error)
         now = survey(study_dir, submission, study, ask=False)
     elements = [element_status(now, element, reason) for element in now.open]
+    # From the weakest to the strongest: each update overrides those before.
     situations: dict[str, Situation] = dict.fromkeys(now.ledger.steps, "made")
     situations |= dict.fromkeys(now.ledger.steps_left_out(), "left out")
     for element in elements:
@@ -137,6 +138,7 @@ def element_status(
     log = next((log for log in reversed(logs) if log.exists()), None)
     if state and not state.has_ended:
         situation = situation_of(state)
+    # SLURM did not answer: the log of the newest job is all that there is to go by.
     elif without_slurm and id_ and element not in now.submission.cancelled:
         situation = "queued"
         if log and log == logs[-1]:
@@ -173,6 +175,7 @@ def last_error(log: Path, *, of_last_start: bool = True) -> str | None:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
+    # An earlier start of the same job appended to this log; its errors are not of now.
     starts = [number for number, line in enumerate(lines) if line.startswith(START)]
     recent = lines[starts[-1] :] if starts and of_last_start else lines
     for pattern in (ERROR, ERROR_OF_SLURM):
@@ -193,6 +196,7 @@ def hours_of(now: ElementSurvey, trainings: dict[str, Training], moment: float) 
         if training.left_seconds is not None
     ]
     waiting = [element for element, state in now.states.items() if state.waits]
+    # Waiting counts from the call of sbatch that submitted the newest job.
     since = [jobs_of[element][-1].time for element in waiting]
     starts = sorted(now.states[element].starts for element in waiting)
     return Hours(
@@ -213,6 +217,7 @@ def _used(now: ElementSurvey, element: Element, moment: float) -> float:
     for start in starts_of(now.study_dir, element):
         until = start.get("until")
         state = now.states.get(element)
+        # SLURM has the element at work: its hours count up to now.
         if until is None and state and not state.has_ended and not state.waits:
             until = moment
         if until is None:
@@ -261,6 +266,7 @@ def _elements(submission: Submission, which: str) -> list[str]:
         for index, steps in enumerate(array.elements):
             element = f"{array.name}/{index}"
             by_name.setdefault(array.name, []).append(element)
+            # A step or ARRAY/INDEX means one element, the name of an array all of its elements.
             by_name |= {name: [element] for name in (element, *steps)}
     if which in by_name:
         return by_name[which]

@@ -77,6 +77,7 @@ def training_rows(overview: Overview) -> list[Row]:
         training, step = overview.trainings[run.name], steps[run.name]
         over = overview.situations[step.name] in ("made", "left out")
         runs = overview.situations[step.name] in ("running", "started")
+        # The age of the log says something of a training at work alone.
         logged = training.silent_seconds if runs else None
         left = None if over or training.left_seconds is None else round(training.left_seconds)
         rows.append(
@@ -125,8 +126,10 @@ def _marks(overview: Overview, steps: list[Step]) -> str:
     for step in steps:
         by_model.setdefault(step.models or step.name, []).append(overview.situations[step.name])
     models = list(by_model.values())
+    # Models share a mark where there are more of them than fit a row.
     size = math.ceil(len(models) / MARKS_PER_ROW)
     bins = [set(chain(*models[start : start + size])) for start in range(0, len(models), size)]
+    # MARKS are in order of urgency: the first that occurs is shown.
     return "".join(next(mark for word, mark in MARKS.items() if word in words) for words in bins)
 
 
@@ -206,6 +209,7 @@ def short(number: float) -> str:
     ['0', '60K', '1M', '350B']
     """
     for unit in ("", "K", "M", "B"):
+        # 999.5 and more would be rounded to 1000, which is written in the next unit.
         if number < 999.5:
             return f"{number:.3g}{unit}"
         number /= 1000

@@ -64,6 +64,7 @@ def training_of(study_dir: Path, run: RunConfig) -> Training:
         if row.get("tokens_per_second", 0) > 0
     ]
     speed, tokens = median(speeds) if speeds else None, int(newest.get("tokens", 0))
+    # By tokens, not by steps, since a step holds fewer tokens while the batch warms up.
     left = max(0, run.total_tokens - tokens)
     checkpoints = [*directory.complete_steps(), *directory.complete_restarts()]
     return Training(
@@ -96,6 +97,7 @@ def straggler_of(ranks_jsonl: Path) -> str | None:
     rows = _newest_attempt(
         [row for row in tail_rows(ranks_jsonl, RANKS_TAIL_BYTES) if {"rank", "host"} <= row.keys()]
     )
+    # Ranks are compared at one step alone: steps differ in the time they take.
     last = [row for row in rows if row["step"] == rows[-1]["step"] and _alone_seconds(row) > 0]
     if len(last) < 2:
         return None
@@ -111,6 +113,7 @@ def straggler_of(ranks_jsonl: Path) -> str | None:
 
 
 def _alone_seconds(row: dict[str, Any]) -> float:
+    # The time of the fixed product on a GPU, else the busy time of the process.
     return float(row.get("product_seconds", row.get("busy_seconds_p50", 0)))
 
 
@@ -122,11 +125,13 @@ def tail_rows(path: Path, size: int) -> list[dict[str, Any]]:
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - size)
+            # One byte earlier: where that is a line end, the first row of the tail is kept whole.
             file.seek(max(0, start - 1))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return []
     rows = []
+    # The last part is what comes after the last line end: a row that is being written.
     for line in lines[1 if start else 0 : -1]:
         try:
             row = parse_json(line, path)

@@ -87,6 +87,7 @@ def why_not(now: ElementSurvey, element: Element) -> NotSubmitted | None:
         return None
     state = now.states.get(element)
     starts = starts_of(now.study_dir, element)
+    # A plain scancel leaves no line in our record: what SLURM says is its only trace.
     if (state and state.state == "CANCELLED") or (not state and _vanished(now, element, jobs[-1])):
         return "cancelled"
     if was_stopped(starts, jobs):
@@ -115,6 +116,7 @@ class _Submitter:
         self.now, self.study_dir, self.submission = now, now.study_dir, now.submission
         self.limits = now.submission.site.limits
         self.excluded = excluded_nodes(now.study_dir)
+        # The caller runs still, but its element may be submitted again.
         ended = {key for key, id_ in self.submission.element_ids.items() if id_ == ending}
         self.active = now.active - ended
 
@@ -122,8 +124,10 @@ class _Submitter:
         """Submit in the order of the arrays, up to the limits; return how many by array."""
         replaced = self.replaced() if replace else set()
         ready = [key for key in self.now.open if self.is_ready(key, replaced)]
+        # Table and report come last, once nothing waits or runs that could add to them.
         if not ready and not self.active and self.final_is_due():
             ready = [(FINAL, 0)]
+        # In the order of the arrays: limits then hold back what others read last.
         submitted: dict[str, int] = {}
         for name, array in self.submission.job_arrays.items():
             indices = [index for ready_name, index in ready if ready_name == name]
@@ -152,6 +156,7 @@ class _Submitter:
         if (FINAL, 0) not in self.now.open or why_not(self.now, (FINAL, 0)):
             return False
         jobs = self.submission.jobs
+        # One made of a part of the results is due again after another job or a retry.
         is_complete = (
             bool(jobs) and jobs[-1].array == FINAL and jobs[-1].retries == self.submission.retries
         )
@@ -201,7 +206,9 @@ class _Submitter:
             try:
                 self.sbatch(array, left[:size])
             except cluster.SubmitLimitError:
+                # SLURM does not say how many it would take: halve until a call fits.
                 size = min(size, len(left)) // 2
+                # Where jobs are in the queue their end calls again; with none nothing would.
                 if not size and not self.active:
                     raise
                 if not size:
@@ -215,15 +222,18 @@ class _Submitter:
         text, path = self.script(array), script_path(self.study_dir, array.name)
         if not path.exists() or path.read_text() != text:
             write_script(path, text)
+        # The token is the comment of the job: after a crash in the call `adopt` finds it there.
         token = f"quantdyn:{uuid.uuid4().hex}"
         call = {"token": token, "array": array.name, "indices": indices, "script": _hash(text)}
         append(self.study_dir, "calling", **call, time=time.time())
         try:
             job = cluster.submit(path, ranges(indices), token)
+        # After any other error the call stays unanswered, for a job may have come of it.
         except cluster.SubmitLimitError:
             append(self.study_dir, "refused")
             raise
         append(self.study_dir, "submitted", job=job)
+        # Counts against the limits of the arrays that follow in this call.
         self.active |= {(array.name, index) for index in indices}
 
 
@@ -280,6 +290,7 @@ def _belongs(now: ElementSurvey, element: Element, which: str | None) -> bool:
 
 def _trains(now: ElementSurvey, element: Element) -> bool:
     state = now.states.get(element)
+    # The first open step is the one at work, as an element runs its steps in order.
     trains = any(step.kind == "train" for step in now.steps(now.open[element][:1]))
     return trains and state is not None and not state.has_ended and not state.waits
 

@@ -64,6 +64,7 @@ class _Planner:
 
     def texts(self) -> Iterator[JobArray]:
         """Yield the arrays that make text: first what needs nothing, then the rest."""
+        # Without a run: text, which belongs to all of them, and the last steps.
         steps = [step for step in self.steps if not step.run and step.kind not in pipeline.FINAL]
         yield from self.arrays("text", "light", [(step.name,) for step in steps if not step.after])
         yield from self.arrays("prepare", "light", [(step.name,) for step in steps if step.after])
@@ -71,6 +72,7 @@ class _Planner:
     def training(self) -> Iterator[JobArray]:
         """Yield an element per run; branches read their parents' checkpoints."""
         steps = [step for step in self.steps if step.kind == "train"]
+        # Apart from the rest, since they cannot start before checkpoints of their parents exist.
         branching = {run.name for run in self.study.trained if run.branch_from}
         roots = [(step.name,) for step in steps if step.run not in branching]
         branches = [(step.name,) for step in steps if step.run in branching]
@@ -92,6 +94,7 @@ class _Planner:
 
     def chain(self, suffix: str, making: list[Step]) -> Iterator[JobArray]:
         """Yield arrays that make HF directories, and element for element what measures them."""
+        # A group never spans runs: only models of one run share a process (`Step.process`).
         groups = [
             tuple(step.name for step in group)
             for run in self.study.runs
@@ -154,6 +157,7 @@ class _Planner:
     def parts(self, name: str, elements: Elements) -> list[tuple[str, Elements]]:
         """Cut elements into named parts: NAME if one suffices, else NAME.1, NAME.2, ..."""
         parts = _chunks(elements, self.limits.max_array_size or DEFAULT_MAX_ARRAY_SIZE)
+        # The usual name stays without a number; limits of SLURM alone add one.
         if len(parts) == 1:
             return [(name, parts[0])]
         return [(f"{name}.{number}", part) for number, part in enumerate(parts, start=1)]

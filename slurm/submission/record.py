@@ -190,6 +190,7 @@ def _with_jobs(plan: SubmissionPlan, events: list[Event], path: Path) -> Submiss
     replaced: set[str] = set()
     unanswered, retries = None, 0
     for event in events:
+        # Calls and answers alternate: a second open call, or an answer to none, is damage.
         if isinstance(event, Calling | Submitted | Refused) and (
             isinstance(event, Calling) is not (unanswered is None)
         ):
@@ -209,6 +210,7 @@ def _with_jobs(plan: SubmissionPlan, events: list[Event], path: Path) -> Submiss
             case Replaced():
                 replaced |= set(event.elements)
             case Retried():
+                # Calls note how many retries came before: failures of earlier ones no longer count.
                 cancelled, retries = set(), retries + 1
             case _:
                 assert_never(event)
@@ -236,6 +238,7 @@ def existing_submission(study_dir: Path) -> Submission:
 
 def write_plan(study_dir: Path, site: Site, arrays: Iterable[JobArray], *, anew: bool) -> None:
     """Write submission.json; `anew`, forget the jobs of another cut, all of which have ended."""
+    # Before the plan: a crash in between leaves no jobs, never old jobs beside a new cut.
     if anew:
         (study_dir / SLURM / JOBS_JSONL).unlink(missing_ok=True)
     plan = SubmissionPlan(site=site, arrays=tuple(arrays))
@@ -294,6 +297,7 @@ def starts_of(study_dir: Path, element: Element) -> list[dict[str, Any]]:
     path = _path(study_dir, element)
     for line in read_lines(_Start, path):
         values = line.model_dump(exclude_none=True)
+        # A requeued job keeps its id; the number of its restarts tells the starts apart.
         starts.setdefault((line.job, line.restart), {}).update(values)
     for (job, restart), start in starts.items():
         if not {"nodes", "time", "position"} <= start.keys():
@@ -320,6 +324,7 @@ def position_of(study_dir: Path, steps: Iterable[Step]) -> int:
         position += sum((study_dir / output).is_file() for output in step.outputs)
         if step.kind == "train":
             run = RunDirectory(study_dir / step.run)
+            # A mix of units: positions are only compared, to tell whether work came further.
             position += max([0, *run.complete_steps(), *run.complete_restarts()])
     return position
 
@@ -349,9 +354,11 @@ def failures(
         if not job_starts:  # it ended before it could record anything
             count += not (newest and state and state.state in NO_FAULT)
         for start in reversed(job_starts):
+            # Work has come further since this start began, so the row of failures ends here.
             if start["position"] < position:
                 return count
             ending = start.get("ended")
+            # It was killed before it could record an end; of the newest job SLURM may know why.
             if ending is None and newest and start is job_starts[-1]:
                 ending = "lost" if state and state.state in NO_FAULT else "failed"
             count += ending == "failed"
@@ -391,6 +398,7 @@ def append_line(path: Path, content: dict[str, Any]) -> None:
     """Add a line to a JSONL file, synced, after one that was cut off if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
+        # A file opened for appending is at its end, so 0 says that it is empty.
         whole = file.tell() == 0
         if not whole:
             file.seek(-1, os.SEEK_END)
@@ -420,6 +428,7 @@ def read_lines[Line](kind: type[Line] | TypeAdapter[Line], path: Path) -> list[L
 
 def _is_cut_off(line: bytes) -> bool:
     """Return whether a line is the beginning of one of ours, which are printable ASCII."""
+    # Our lines hold no object within the object: only a whole one ends with a brace.
     is_ours = line.isascii() and line.decode("ascii").isprintable()
     return is_ours and line.startswith(b"{") and not line.endswith(b"}")
 

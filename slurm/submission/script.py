@@ -97,6 +97,7 @@ def ranges(indices: Iterable[int]) -> str:
     """
     parts: list[list[int]] = []
     for index in sorted(indices):
+        # A part is [first] or [first, last]: the next index replaces the last one.
         if parts and parts[-1][-1] == index - 1:
             parts[-1][1:] = [index]
         else:
@@ -150,6 +151,7 @@ def srun_prefix(site: Site, kind: JobKind, options: Sequence[str] = ()) -> list[
     mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
     for path in (site.root, site.project):
         sources = [mount.split(":")[:2] for mount in mounts]
+        # A path inside a mount that keeps its place is visible already.
         if not any(at == to and path.is_relative_to(at) for at, to in sources):
             mounts.append(f"{path}:{path}")
     binds, project = ",".join(mounts), str(site.project)
@@ -200,6 +202,7 @@ def allocation_options(
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         value = getattr(resources, name)
         options += [f"--{name}={value}"] if value else []
+    # One --exclude holds both lists: of an option that is given twice the last one counts.
     unwanted = [*([resources.exclude] if resources.exclude else []), *sorted(excluded)]
     options += [f"--exclude={','.join(unwanted)}"] if unwanted else []
     return [*options, *(resources.extra or ())]
@@ -208,12 +211,14 @@ def allocation_options(
 def _options(array: JobArray, site: Site, study_dir: Path, excluded: Collection[str]) -> list[str]:
     """Return the options of sbatch; the site's raw arguments come last, and win."""
     resources, stop_seconds = site.resources_of(array.kind), site.limits.stop_seconds_before_limit
+    # A requeued job keeps its id, so all its starts append to one log.
     options = [
         f"--job-name={study_dir.name}.{array.name}",
         f"--output={study_dir}/{LOGS}/{array.name}-%A_%a.log",
         "--open-mode=append",
         "--requeue",
     ]
+    # B: to the batch shell alone. Below this limit it would come as soon as the job starts.
     if resources.time_seconds > stop_seconds:
         options.append(f"--signal=B:USR1@{stop_seconds}")
     return [*options, *allocation_options(site, array.kind, excluded=excluded)]

@@ -68,6 +68,7 @@ def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
             missing, another submission is at work or was made for another study or cut.
     """
     study_dir, largest = Path(site.root) / study.name, cluster.max_array_size()
+    # The site file may ask for smaller arrays than SLURM takes, never for larger ones.
     largest = min(site.limits.max_array_size or largest, largest)
     arrays = tuple(arrays_of(study, site.limits.model_copy(update={"max_array_size": largest})))
     check_start(site)
@@ -76,6 +77,7 @@ def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
         anew = recorded is not None and recorded.arrays != arrays
         if recorded and anew:
             refuse_another_cut(study_dir, study, recorded)
+        # All that can be refused comes before the plan: a refused study has no submission.
         check_text(study, study_dir)
         check_room(study, Path(site.root), site.disk.reserve_gb)
         write_run_configurations(study_dir, study, training_layouts(study, site))
@@ -129,6 +131,7 @@ def write_scripts(study_dir: Path, site: Site, arrays: Iterable[JobArray]) -> No
 
 def check_scripts(study_dir: Path, arrays: Iterable[JobArray]) -> None:
     """Raise UserError if SLURM would refuse a script of any kind, before anything is submitted."""
+    # Options of scripts differ by kind, else in names alone: one of each is enough.
     by_kind = {array.kind: array for array in arrays}
     for array in by_kind.values():
         cluster.check(script_path(study_dir, array.name))

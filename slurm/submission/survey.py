@@ -36,6 +36,7 @@ class Inputs:
     def missing(self, steps: Iterable[Step]) -> list[str]:
         """Return what these steps read, do not make themselves, and cannot be read yet."""
         steps = list(steps)
+        # What an earlier step of the same element makes will be there in time.
         outputs = {output for step in steps for output in step.outputs}
         reads = (name for step in steps for name in self._ledger.reads(step))
         inputs = (name for name in reads if name not in outputs)
@@ -70,6 +71,7 @@ def complete_steps(study_dir: Path, ledger: Ledger, *, verify: bool = False) -> 
         recorded = {path.stem for path in ledger.records.iterdir()}
     recorded &= ledger.steps.keys()
     new = recorded - before
+    # New records, and the steps right after them, whose inputs may have changed thereby.
     doubtful = {name for name in recorded if not new.isdisjoint({name, *ledger.steps[name].after})}
     return (before & recorded) - doubtful | {
         name for name in doubtful if ledger.is_complete(ledger.steps[name])
@@ -145,6 +147,7 @@ def survey(
     ledger = Ledger(study_dir, steps_of(study))
     complete = complete_steps(study_dir, ledger, verify=verify)
     elements = open_elements(submission, complete | ledger.steps_left_out().keys())
+    # SLURM is asked for open elements alone, not for thousands that are complete.
     ids = {key: submission.element_ids[key] for key in elements if key in submission.element_ids}
     by_id = cluster.states(ids.values()) if ask else {}
     states = {key: by_id[id_] for key, id_ in ids.items() if id_ in by_id}

@@ -68,16 +68,20 @@ def bounded(
     """
     estimate, bound = measure.estimate(change), measure.estimate(margin)
     words = f"{measure.estimated(estimate)}, margin {measure.estimated(bound)}"
+    # For the test beyond the margin a change below 0 is turned around.
     sign = -1.0 if two_sided and estimate.value < 0 else 1.0
 
     def p_above(*terms: tuple[float, Replicates]) -> float:
         contrast = measure.estimate(combined(terms))
+        # One-sided by half of the two-sided p where the sign fits, the rest of 1 elsewhere.
         half = contrast.p_value() / 2
         return half if contrast.value > 0 else 1 - half
 
+    # The point estimates choose which of the two is tested.
     if sign * estimate.value <= bound.value:
         sides = (-1.0, 1.0) if two_sided else (-1.0,)
         return Finding("within", max(p_above((1, margin), (side, change)) for side in sides), words)
+    # Beyond takes both: above 0, and above a margin that may itself be negative.
     one_sided = max(p_above((sign, change)), p_above((sign, change), (-1, margin)))
     return Finding("beyond", min(1.0, (2 if two_sided else 1) * one_sided), words)
 
@@ -93,12 +97,14 @@ def conclude(
     """Return the verdict on a claim that the whole is `claimed`; `beside` is said with it."""
     finding, estimate = whole
     adjusted = dict(zip(parts, holm([part.p for part in parts.values()]), strict=True))
+    # Parts that point the other way, the most significant first: it is shown as evidence.
     others = sorted(
         (label for label, part in parts.items() if part.way != finding.way),
         key=adjusted.__getitem__,
     )
     outcome: Outcome = "supported" if finding.way == claimed else "contradicted"
     if finding.p > ALPHA or any(adjusted[label] <= ALPHA for label in others):
+        # Also if one part is significantly the other way: then there is no single answer.
         outcome = "not decided"
     each = [
         f"{label}: {part.way}, {part.words}, Holm p {adjusted[label]:.2g}"

@@ -67,6 +67,7 @@ def judge_all(study_: Study, rows: Sequence[Row], paired: Paired) -> Judgements:
         verdicts = claim.judge(evidence)
         if not verdicts:
             verdicts = [Verdict("not tested", "the study has no such data")]
+        # No measure could be tested: one line with all reasons, and with what would help.
         if {verdict.outcome for verdict in verdicts} == {"not tested"}:
             reasons = dict.fromkeys(verdict.statistic for verdict in verdicts)
             verdicts = [Verdict("not tested", f"{'; '.join(reasons)}. Needed: {claim.needs}")]
@@ -80,6 +81,7 @@ def claims_table(judged: Judgements) -> list[Line]:
     The family are all claims with a p-value: those that it leaves undecided, too.
     """
     primary = {claim.name: verdicts[0] for claim, verdicts in judged}
+    # One p-value for each claim, by its primary measure: secondary ones are not in the family.
     p_values = {name: verdict.p for name, verdict in primary.items() if verdict.p is not None}
     adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     return [_line(claim, verdicts, adjusted.get(claim.name)) for claim, verdicts in judged]
@@ -90,6 +92,7 @@ def _line(claim: Claim, verdicts: list[Verdict], p_adjusted: float | None) -> Li
     if p_adjusted is None:
         outcome, p = primary.outcome, ""
     else:
+        # What is significant alone may not be among so many claims.
         outcome = primary.outcome if p_adjusted <= ALPHA else "not decided"
         p = f"{p_adjusted:.2g}" + ("" if primary.holds_seeds else "*")
     return Line(claim, outcome, primary.effect, p, primary.runs, _against(verdicts), verdicts)
@@ -100,6 +103,7 @@ def _against(verdicts: list[Verdict]) -> str:
     primary, *others = verdicts
     if primary.against or primary.p is None:
         return primary.against
+    # An undecided effect has no opposite.
     reverse = {"supported": "contradicted", "contradicted": "supported"}.get(primary.outcome)
     opposed = [verdict for verdict in others if verdict.outcome == reverse]
     return f"{opposed[0].measure}: {opposed[0].effect}" if opposed else ""

@@ -84,6 +84,7 @@ class Evidence:
         reached = {
             self.study.parent_of(run).name for run in branches if run.name not in self.diverged
         }
+        # A parent that diverged stays where a branch of it left before and came to its end.
         left_out = self.diverged.keys() - reached
         return [row for row in self.table if row["run"] not in left_out]
 
@@ -215,6 +216,7 @@ def judged(title: str, judge: Callable[..., Verdict], *arguments: Any) -> Verdic
 
 def measures(evidence: Evidence, specs: Sequence[str]) -> list[Measure]:
     """Return every figure at each of these specs, those of the fewest bits first."""
+    # Fewest bits first, since the first measure of a claim is its primary one.
     by_bits = sorted(specs, key=lambda spec: parse_spec(spec).bits)
     return [Measure(evidence, spec, figure) for spec in by_bits for figure in ERRORS]
 

@@ -55,6 +55,7 @@ def interval_of(row: Row, column: str) -> Span | None:
     if f"{column}_low" in row:
         return row[f"{column}_low"], row[f"{column}_high"]
     if f"{column}_residual" in row:
+        # The residual is relative to the eigenvalue.
         reach = row[f"{column}_residual"] * abs(row[column])
         return row[column] - reach, row[column] + reach
     return None
@@ -69,6 +70,7 @@ class Canvas:
         planned = [run.total_tokens for run in study.trained]
         reached = [row["tokens"] for row in table if row["tokens"] is not None]
         self.most_tokens = max([*planned, *reached], default=1)
+        # One unit for all figures of the study, by the longest run.
         billions = self.most_tokens >= 1e9
         self.unit = 1e9 if billions else 1e6
         end = 1.02 * self.most_tokens / self.unit
@@ -182,6 +184,7 @@ class Canvas:
             of_branch = [row for row in weights if row["run"] == label]
             if not starts or not of_branch:
                 continue
+            # From the checkpoint in the parent to the first one of the branch itself.
             for row in (*starts, of_branch[0]):
                 axes = (self.tokens.label, quantity.label)
                 ends.append({"run": label} | {axis: row[axis] for axis in axes})
@@ -211,6 +214,7 @@ class Canvas:
                 return []
             tokens = (run.tokens_at(anneal.start_step), run.total_tokens)
             spans.add((tokens[0] / self.unit, tokens[1] / self.unit))
+        # Anneals at different places have no common shade.
         if len(spans) != 1:
             return []
         ((start, end),) = spans
@@ -249,6 +253,7 @@ class Canvas:
                 curves.setdefault(curve, []).append(run.name)
         rows = []
         for number, (curve, names) in enumerate(curves.items(), 1):
+            # A curve that all runs share, or several do, is grey: it belongs to no run.
             is_own = len(names) == 1 and len(curves) > 1
             label = self.runs.looks[names[0]].label if is_own else ""
             head = {"panel": "", "run": label, "series": "learning rate", CURVE: number}
@@ -275,8 +280,10 @@ def _schedule(run: RunConfig) -> tuple[Span, ...]:
     corners = {start, run.warmup_steps, run.total_steps}
     if run.schedule.anneal:
         corners.add(run.schedule.anneal.start_step)
+    # The spacing is rounded up, so there are at most MOST_RATES points beside the corners.
     spaced = range(start, run.total_steps, -(-run.total_steps // MOST_RATES))
     return tuple(
+        # Rounded, so that schedules that coincide compare equal in `_rates`.
         (float(run.tokens_at(step)), round(learning_rate(run, step) / peak, 9))
         for step in sorted({*corners, *spaced})
         if step >= start

@@ -89,6 +89,7 @@ class Quantity:
         values = [row[self.label] for row in rows if row.get(self.label) is not None]
         if not values or min(values) <= 0:
             return self
+        # By the values, not by the bars: one low bar would flatten all points.
         return replace(self, is_log=True, domain=(min(values) / 2, max(self.reach(rows)) * 1.2))
 
     def reach(self, rows: Rows) -> list[float]:
@@ -99,6 +100,7 @@ class Quantity:
 
 def around(values: Sequence[float], share: float) -> Span:
     """Return limits with a margin of this share of the values' range on both sides."""
+    # Equal values have no range, and an axis needs one.
     margin = share * (max(values) - min(values)) or 0.1
     return min(values) - margin, max(values) + margin
 
@@ -145,8 +147,10 @@ def marks(
     quantities = {name: axis for name, axis in axes.items() if isinstance(axis, Quantity)}
     encodings = axes | {name: axis.encoding() for name, axis in quantities.items()}
     replicates: list[Rows] = []
+    # A mean line needs numbers on both axes.
     if has_line and len(quantities) == 2:
         replicates = replicates_of(rows, runs, match or quantities["x"].label)
+    # Fewer groups than rows: some rows are replicates of each other.
     has_bands = 0 < len(replicates) < len(rows)
     means = means_of(replicates, runs, quantities["x"], quantities["y"]) if has_bands else []
 
@@ -175,6 +179,7 @@ def _interval_bars(rows: Rows, quantities: dict[str, Quantity], opacity: float) 
         low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
         if not any(low in row for row in rows):
             continue
+        # Rows of one panel may have no interval.
         transform: list[Chart] = [{"filter": f"isValid(datum['{low}'])"}]
         if quantity.is_log and quantity.domain:
             # no logarithm has a place for an end below zero
@@ -255,6 +260,7 @@ def panel(layers: Sequence[Chart], title: str, columns: int, height: int = HEIGH
 
 def columns_of(count: int) -> int:
     """Return how many of `count` panels are side by side, so that they stay readable."""
+    # As few rows as MOST_COLUMNS allows, filled evenly: 5 panels are 3 + 2, not 4 + 1.
     return -(-count // max(-(-count // MOST_COLUMNS), 1))
 
 

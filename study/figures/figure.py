@@ -109,6 +109,7 @@ def draw_all(canvas: Canvas) -> tuple[list[DrawnFigure], list[str]]:
         if drawing is None:
             empty.append(figure.name)
             for kind in ("csv", *METADATA):
+                # Files of an earlier report would show what the table does not hold any more.
                 (folder / f"{figure.name}.{kind}").unlink(missing_ok=True)
             continue
         png = write_figure(drawing, folder / figure.name)
@@ -155,9 +156,11 @@ def pictures_of(chart: Chart | Picture) -> dict[str, bytes]:
         return {kind: _saved(chart, kind) for kind in METADATA}
     # matplotlib's own fonts: on every machine the same picture
     vl_convert.register_font_directory(str(Path(matplotlib.get_data_path()) / "fonts/ttf"))
+    # PNG and PDF are made of one SVG, so both show the same.
     svg = vl_convert.vegalite_to_svg(json.dumps(chart, allow_nan=False))
     image = Image.open(BytesIO(vl_convert.svg_to_png(svg, scale=PNG_SCALE)))
     png = BytesIO()
+    # A palette makes the file smaller; dithering would put noise into even areas.
     image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(png, "png")
     return {"png": png.getvalue(), "pdf": RESOURCES.sub(_in_order, vl_convert.svg_to_pdf(svg))}
 

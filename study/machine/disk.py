@@ -21,6 +21,7 @@ EXPORTS, DENSE = "exports", "quantized weights"
 def _linear_parameters(run: RunConfig) -> int:
     """Return the parameters of the linears in the decoder blocks."""
     shapes = parameter_shapes(run.model).items()
+    # Two dimensions: norms and biases have one, and stay as they are.
     return sum(math.prod(shape) for name, shape in shapes if len(shape) == 2 and ".layers." in name)
 
 
@@ -43,6 +44,7 @@ def needed_bytes(study: Study) -> dict[str, int]:
 
 def restart_bytes(study: Study, at_once: int) -> int:
     """Return the most bytes of restart checkpoints while so many runs train; none stay."""
+    # The worst case: the runs with the largest ones train at the same time.
     rotated = sorted((checkpoint_bytes(run).rotated for run in study.trained), reverse=True)
     return sum(rotated[:at_once])
 
@@ -80,12 +82,15 @@ def check_room(
     present = dict.fromkeys(needed, 0)
     for run in study.trained:
         directory = RunDirectory(root / study.name / run.name)
+        # Quantized weights lie below the exports and are counted as a kind of their own.
         dense = sum(_size_of(path) for path in directory.hf.glob("*/blocks/*/dense"))
         present[CHECKPOINTS] += _size_of(directory.checkpoints)
         present[RESTARTS] += _size_of(directory.restarts)
         present[EXPORTS] += _size_of(directory.hf) - dense
         present[DENSE] += dense
+    # What is there already is not written again; kind by kind, as one does not pay for another.
     missing = {kind: max(0, size - present[kind]) for kind, size in needed.items()}
+    # The root need not exist yet: its nearest parent is on the same filesystem.
     there = next(parent for parent in (root, *root.parents) if parent.exists())
     free = shutil.disk_usage(there).free  # quotas of Lustre and the like do not show in it
     if sum(missing.values()) + reserve_gb * GB <= free:

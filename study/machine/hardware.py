@@ -88,6 +88,7 @@ def this_machine(device: str, gpus: int | None, cores: int, *, sized_for: str) -
     try:
         visible = gpus_here()
     except UserError as error:
+        # The CPU stands in only where neither the user nor the study asked for a GPU.
         if device == "auto" and sized_for == "any" and gpus is None:
             return Hardware(cores)
         sized = "" if device == "cuda" else "the study is sized for GPUs, and "

@@ -73,12 +73,14 @@ class Needs:
         if not gpus:
             return TrainingLayout(run, self.study.ranks)
         counts, node = _counts(gpus), min(gpus, GPUS_PER_NODE)
+        # The layout of the recipe itself, on as many GPUs as hold it, before any other.
         fitting = {n: run for n in counts if memory_if_it_fits(run, n, gpu.memory_bytes)}
         if not fitting:
             changed = {n: fit(run, n, gpus_per_node=node, gpu=gpu) for n in counts}
             fitting = {n: other for n, other in changed.items() if other}
         if not fitting:
             raise UserError(no_layout(run, self.study, str(self.hardware)))
+        # Branches wait for their parents, so only the others can start at once.
         runs = sum(other.branch_from is None for other in self.study.trained)
         ranks = ranks_for(fitting, gpus, runs)
         return TrainingLayout(fitting[ranks], ranks)
@@ -118,6 +120,7 @@ class Needs:
             return 1
         for count in _counts(gpus):
             memory = self._hessian_bytes(step, count)
+            # An unknown size passes at the first count, which is the fewest.
             if memory is None or memory <= self.hardware.gpu_bytes:
                 return count
         return gpus
@@ -138,6 +141,7 @@ class Needs:
         if step.run not in self._configs:
             run = next(run for run in self.study.runs if run.name == step.run)
             if isinstance(run, RunConfig):  # as far as it decides the cost
+                # Known before any checkpoint is, so that `show` can plan before anything runs.
                 shape = hf_settings(run.model, run.data.sequence_length, 0)
                 self._configs[step.run] = json.dumps({"model_type": run.model.family, **shape})
                 return self._configs[step.run]
@@ -183,6 +187,7 @@ def hessian_bytes(config: str, settings: HessianSettings, gpus: int, *, along: b
     content = json.loads(config)
     values = settings.model_dump(include=set(HutchinsonSettings.model_fields))
     values["sharding"] = "none" if gpus == 1 else "fsdp"
+    # Along a step no eigenvector is kept, but copies of the weights are, see STEP_BYTES.
     values |= {"lambda_max": False} if along else {}
     model = AutoConfig.for_model(content.pop("model_type"), **content)
     cost = estimate(model, HutchinsonSettings(**values), GpuPlan(gpus))
@@ -205,6 +210,7 @@ def write_run_configurations(
     for run in study.trained:
         path = RunDirectory(directory / run.name).run_json
         present = load_run(path) if path.exists() else None
+        # The fingerprint leaves the layout out, so only another training is refused.
         if present and fingerprint(present) != fingerprint(run):
             raise UserError(
                 f"{path} holds another configuration than recipe {study.name}; a run's name is used"
@@ -212,6 +218,7 @@ def write_run_configurations(
             )
         new = (layouts or {}).get(run.name, present or run)
         if present:
+            # The rest of the file stays as it was when the run began.
             new = present.model_copy(update={field: getattr(new, field) for field in LAYOUT})
         if new != present:
             changed[path] = new

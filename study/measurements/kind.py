@@ -79,6 +79,7 @@ def options(command: type[BaseModel], settings: BaseModel, **decided: Any) -> tu
 
     The latter may be placeholders, so none of them is checked here.
     """
+    # `model_construct` does not validate, so a placeholder may stand for a number.
     return tuple(arguments_of(command.model_construct(**dict(settings) | decided)))
 
 
@@ -123,6 +124,7 @@ class Column:
         >>> Column("tasks/{spec}/{task}/accuracy").of("rtn-b4-g32")
         'tasks/rtn-b4-g32/accuracy'
         """
+        # Without a task its place leaves an empty part, which goes.
         return self.name.format(spec=spec, task=task).replace("//", "/")
 
     def signed(self, value: float) -> str:
@@ -143,6 +145,7 @@ class Reading(NamedTuple):
         for key in self.keys:
             if isinstance(measured, dict):
                 measured = measured.get(key)
+            # Indices are of tuples, such as the ends of an interval; other keys are attributes.
             elif measured is not None:
                 measured = measured[key] if isinstance(key, int) else getattr(measured, key)
         return measured

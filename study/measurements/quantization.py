@@ -147,6 +147,7 @@ def _options(
 
 def _launched(specs: tuple[str, ...]) -> tuple[str, ...]:
     """Return how a quantization starts: other projects' methods run in one process."""
+    # Only methods of this project share their work among processes.
     own = all(parse_spec(spec).library == "quantdyn" for spec in specs)
     return ("{launch}" if own else "{python}", "-m", "quant_eval", "run")
 
@@ -178,6 +179,7 @@ def _block_steps(
 ) -> list[Step]:
     specs = settings.by_block
     results = tuple(result(subject.run, subject.model, "blocks", spec) for spec in specs)
+    # 2 B + 1 losses a spec are costly, so they are of fewer tokens and of one draw.
     one_draw = {"eval_tokens": settings.block_tokens, "calibration_seeds": 1}
     of_blocks = settings.model_copy(update=one_draw)
     command = (

@@ -48,6 +48,7 @@ def _quantized(outputs: Iterable[str]) -> Iterator[str]:
 def _steps(
     along: Along[PredictionSettings], subject: Subject, steps_by_kind: Mapping[str, list[Step]]
 ) -> list[Step]:
+    # There is one for each run, and it left the quantized weights that the step goes to.
     (blocks,) = steps_by_kind["blocks"]
     chosen = product_options(StepSettings, along.settings, subject)
     command = _command(subject, "step", (*chosen, *_quantized(blocks.outputs)))
@@ -81,6 +82,7 @@ def _tabled(along: Along[PredictionSettings]) -> list[TabledResult]:
 def _slice_steps(
     along: Along[PlaneSettings], subject: Subject, steps_by_kind: Mapping[str, list[Step]]
 ) -> list[Step]:
+    # The plane goes through both checkpoints and the quantized one, so it reads all three.
     (blocks,), before = steps_by_kind["blocks"], subject.before
     assert before, "a study with steps saves two checkpoints of each run"
     models = ("--previous", before.hf, *_quantized(blocks.outputs[:1]))

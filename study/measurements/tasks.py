@@ -60,6 +60,7 @@ def _tabled(settings: TasksSettings) -> list[TabledResult]:
     for spec in settings.specs:
         readings = []
         for figure in COLUMNS:
+            # Columns without a task hold the mean of the tasks.
             readings += bounded(figure, figure.of(spec), "mean")
         for task in settings.names:
             for figure in COLUMNS:

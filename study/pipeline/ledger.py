@@ -42,12 +42,14 @@ class Ledger:
     def lost(self) -> dict[str, str]:
         """The outputs that never come, relative to the study, and why: 'lr1 diverged at step 2'."""
         if self._lost is None:
+            # Assigned empty and filled in order: `left_out` reads what earlier steps have lost.
             self._lost = lost = {}
             for step in self.steps.values():
                 status, reason = self.divergence(step), self.left_out(step)
                 if status:
                     reason = f"{step.run} diverged at step {status.step}"
                 for output in step.outputs if reason else ():
+                    # Checkpoints from before the divergence are there and count.
                     if not status or step_of(Path(output).parent.name) >= status.step:
                         lost[output] = str(reason)
         return self._lost
@@ -58,6 +60,7 @@ class Ledger:
 
     def left_out(self, step: Step) -> str | None:
         """Return why a step is left out for good; None for one that is to be made, or was."""
+        # Table, report and mirror are made of what there is.
         if step.tolerant:
             return None
         return next((self.lost[name] for name in self._inputs(step) if name in self.lost), None)
@@ -95,6 +98,7 @@ class Ledger:
 
     def _fingerprint(self, step: Step, reads: dict[str, str]) -> str:
         content = {"command": step.command, "settings": step.settings, "reads": reads}
+        # A table or report that leaves runs out is another one: what is lost counts as input.
         if step.tolerant and self.lost:
             content["lost"] = sorted(set(self.lost.values()))
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -139,8 +143,10 @@ class Ledger:
             return _missing(error)
         if record.get("fingerprint") == self._fingerprint(step, hashes):
             return None
+        # Not complete, by the fingerprint; all that follows only finds the words for it.
         if record.get("command") != list(step.command):
             return "its command has changed"
+        # Which input it was: the fingerprint alone only tells that there is one.
         inputs = record.get("reads") or {}
         changed = [name for name, sha256 in hashes.items() if inputs.get(name) != sha256]
         return f"{changed[0]}, which it reads, has changed" if changed else "its settings changed"
@@ -159,6 +165,7 @@ class Ledger:
         for name in self._own(step):
             if not isinstance(recorded, dict) or recorded.get(name) != outputs[name]:
                 return f"{self.directory / name} is not what the step left; {remedy(step.kind)}"
+        # Beyond the records themselves: large files that these vouch for, by their sizes.
         for name in outputs:
             file = gone(self._place(name), step.kind)
             if file:
@@ -183,6 +190,7 @@ class Ledger:
 
     def prepare(self, step: Step) -> None:
         """Remove what an earlier execution left, so that it cannot pass for the new one."""
+        # The record first: a crash in between leaves an open step, never a record without files.
         (self.records / f"{step.name}.json").unlink(missing_ok=True)
         if not step.resumes:
             for output in self._own(step):
@@ -202,6 +210,7 @@ class Ledger:
 
     def complete_steps(self) -> set[str]:
         """Return the names of the complete steps; a step counts only if all before it do."""
+        # In the order of the study, so whatever a step comes after is decided before it.
         complete, left_out = set[str](), self.steps_left_out().keys()
         for step in self.steps.values():
             before = set(step.after) - left_out
@@ -262,6 +271,7 @@ def gone(output: Path, kind: str) -> Path | None:
         files = {f"{output.stem}.{key}": content[key] for key in ("bin", "idx") if key in content}
     elif kind == "mirror":
         store = output.parents[1] / MLFLOW_STORE
+        # A store elsewhere, such as a server, cannot be looked for on this disk.
         is_own = str(read_object(output).get("store")).endswith(f"/{MLFLOW_STORE}")
         return store if is_own and not store.is_file() else None
     else:

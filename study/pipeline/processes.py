@@ -33,6 +33,7 @@ class Process:
 
     def end(self) -> None:
         """Have the command ended, with all its descendants."""
+        # Only this direction closes: the exit status still comes back through the other.
         self.leash.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
@@ -48,6 +49,7 @@ class Process:
             sent = self.leash.recv(1)
         if self._process:
             self._process.wait()
+        # Without a byte the supervisor was killed before it could send a status.
         return sent[0] if sent else 128 + signal.SIGKILL
 
 
@@ -80,6 +82,7 @@ class Processes:
 
         Before that a new interpreter is no slower.
         """
+        # Looked at without waiting: the imports take seconds, and steps can start meanwhile.
         if self._server and select.select([self._server.leash], [], [], 0)[0]:
             self._is_ready = False  # it ended, unless it says that it is ready
             with suppress(ConnectionResetError):
@@ -88,13 +91,16 @@ class Processes:
 
     def start(self, command: list[str], output: IO[bytes], environment: dict[str, str]) -> Process:
         """Start a command that writes to `output`."""
+        # A fork keeps the environment of the warm process, so it has to be the same one.
         fork = command[:2] == [sys.executable, "-m"] and command[2] in warm.COMMANDS
         if self._server and fork and environment == self._environment and self.is_warm():
+            # SEQPACKET keeps packets apart: a request arrives whole, together with its descriptors.
             ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             with theirs:
                 request = json.dumps(command).encode()
                 socket.send_fds(self._server.leash, [request], [theirs.fileno(), output.fileno()])
             return Process(ours)
+        # -I -S skip site-packages, which supervise.py does not need: it starts sooner.
         supervised = [sys.executable, "-I", "-S", str(supervise.__file__), *command]
         return self._new(supervised, output, environment)
 
@@ -102,6 +108,7 @@ class Processes:
         self, command: list[str], output: IO[bytes] | int, environment: dict[str, str]
     ) -> Process:
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        # Our copy closes after the start: only then does a dead supervisor read as end-of-file.
         with theirs:
             process = subprocess.Popen(
                 command,

@@ -30,6 +30,7 @@ def _named(first: str, count: int) -> str:
 def _last_line(log: Path) -> str:
     """Return the last line of a step's log; 'starting' if it printed nothing yet."""
     with log.open("rb") as file:
+        # The last line is all that is wanted, so only the end of a long log is read.
         file.seek(max(0, log.stat().st_size - 4000))
         lines = file.read().decode(errors="replace").splitlines()
     line = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -80,6 +81,7 @@ class StudyProgress:
         for step in self.open.values():
             left = step.expected_seconds * mean(self.took.get(step.kind, [1.0]))
             if step.name in self.running:
+                # One that is overdue keeps some work, so that the ETA is not 0 before it ends.
                 left = max(left - (now - self.running[step.name][0]), 0.05 * left)
             work += left * self.share_of(step)
             longest = max(longest, left)
@@ -101,6 +103,7 @@ class StudyProgress:
     def finished(self, steps: list[Step], seconds: float) -> None:
         """Count steps that a process completed in so many seconds together."""
         guessed = sum(step.expected_seconds for step in steps)
+        # One process did all of them: its time is shared out by what was expected of each.
         for step in steps:
             self._learn(step, seconds * step.expected_seconds / guessed)
         self.closed(steps)
@@ -127,6 +130,7 @@ class StudyProgress:
     def refresh(self) -> None:
         """Update the bar; without a terminal print the last line of each step now and then."""
         eta = _clock(self.eta_seconds())
+        # Steps of one process share its log, and are shown as one.
         logs = Counter(log for _, log in self.running.values())
         note = f"ETA {eta}  {', '.join(_named(log.stem, count) for log, count in logs.items())}"
         self.bar.update(self._task, completed=self.total - len(self.open), note=note)

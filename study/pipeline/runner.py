@@ -70,6 +70,7 @@ def locked(directory: Path) -> Iterator[int]:
         (directory / ".runner.lock").open("a") as runner,
         (directory / ".steps.lock").open("a") as steps,
     ):
+        # The lock of the runner first: only then are holders of the other one orphans.
         if not take_lock(runner):
             raise UserError(
                 f"another 'study run' works on {directory}; wait until it ends, or end it and run"
@@ -116,6 +117,7 @@ class LiveView:
             return None
         status = self._process.wait()
         self._process, now = None, time.monotonic()
+        # A refresh that takes long is followed by a longer rest.
         self._next_at = now + max(EVERY_SECONDS, REST * (now - self._started_at))
         reason = None
         if status:
@@ -233,6 +235,7 @@ class Runner:
     def _ready(self) -> list[Step]:
         """Return the steps that may start now; count those that are complete or left out."""
         ready = []
+        # A copy, since `pending` shrinks; in the order of the study, so one pass closes a chain.
         for step in list(self.pending.values()):
             if not self.complete.issuperset(set(step.after) - self.left_out.keys()):
                 continue
@@ -256,6 +259,7 @@ class Runner:
         ready = self._ready()
         if not ready:
             return
+        # Only if something is left that a fork would start faster.
         if any(warm.MEASURING.intersection(step.head[2:3]) for step in self.pending.values()):
             self.processes.warm_up(child_environment(""))
         at_work = {step.name for running in self.running for step in running.steps}
@@ -271,6 +275,7 @@ class Runner:
         models = min(MODELS_PER_PROCESS, -(-len(startable) // max(len(self.hardware.gpus), 1)))
         for batch in batches(startable, models, len(ready)):
             machine = self.machine_of(batch[0])
+            # First fit: what needs more than is free is passed over, and looked at again later.
             free_slots = self.hardware.cores - sum(running.slots for running in self.running)
             busy = {gpu for running in self.running for gpu in running.gpus}
             free_gpus = [gpu for gpu in self.hardware.gpus if gpu not in busy]
@@ -291,6 +296,7 @@ class Runner:
         with log.open("ab") as output:
             output.write(f"{COMMAND_PROMPT}{shlex.join(command)}\n".encode())
             output.flush()
+            # The log holds earlier attempts too: errors are looked for from here on alone.
             start = output.tell()
             process = self.processes.start(command, output, child_environment(first.kind, gpus))
         slots = self._slots(first)
@@ -351,12 +357,14 @@ class Runner:
         else:
             why = reason or f"it ended with status {status}; read the log"
         line = f"step {first.name} failed, log {running.log}: {why}"
+        # Once for each step, because `run` states how many more have failed.
         self.failures += [UserError(line) if reason else StepError(line)] * len(failed)
         self.progress.closed(failed, line)
 
     def _end_running(self) -> None:
         """End every step and the live view, then await each."""
         self.live.end()
+        # All are told to end before one is awaited: their grace periods pass together.
         for running in self.running:
             running.process.end()
         for running in self.running:

@@ -28,6 +28,7 @@ def descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
+            # Fields come after the last ")": the name of a process may hold spaces and brackets.
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
             continue
@@ -55,10 +56,12 @@ def send(signal_number: int) -> bool:
 def end_descendants() -> None:
     """Interrupt all descendants, then kill those that are left."""
     deadline = time.monotonic() + GRACE_SECONDS
+    # SIGINT raises KeyboardInterrupt in Python: a command cleans up what it wrote aside.
     alive = send(signal.SIGINT)
     while alive and time.monotonic() < deadline:
         time.sleep(0.05)
         alive = bool(descendants())
+    # Until none is left: a process may fork between the listing and the signal.
     while send(signal.SIGKILL):
         time.sleep(0.01)
 
@@ -74,14 +77,17 @@ def supervise(run: Callable[[], object]) -> None:
     if command == 0:
         # should the supervising process itself be killed, the command goes with it
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # Without a copy of the leash, which the command would hold open after the supervisor died.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         run()
         sys.exit()
+    # 0 is readable when the runner closes its end, the pidfd when the command has ended.
     exited = os.pidfd_open(command)
     ready, _, _ = select.select([0, exited], [], [])
     if exited not in ready:
         end_descendants()
     status = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
+    # What the command left at work, such as workers in sessions of their own.
     end_descendants()
     with suppress(OSError):  # the runner is gone
         os.write(0, bytes([status if status >= 0 else 128 - status]))

@@ -64,15 +64,20 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks answer the runner, not this process
     while True:
         request, files, _, _ = socket.recv_fds(server, REQUEST_BYTES, 2)
+        # End-of-file: the runner is gone.
         if not request:
             return
+        # The child leaves the loop and becomes the command; the parent waits for the next request.
         if os.fork() == 0:
             break
         for file in files:
             os.close(file)
+    # Ignored, the kernel would reap the command, and `waitpid` in `supervise` would fail.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     server.close()
+    # Ctrl-C reaches the runner alone, as for commands that it starts itself.
     os.setsid()
+    # The leash becomes standard input, the log both standard output and standard error.
     for file, number in zip((*files, files[1]), range(3), strict=True):
         os.dup2(file, number)
     for file in files:

@@ -32,6 +32,7 @@ def with_study_settings(study: Study, settings: tuple[str, ...]) -> Study:
     for setting in settings:
         check_path(setting, paths)
         path, _, value = setting.partition("=")
+        # Settings of runs are applied to the runs below, all others to the study here.
         if path.partition(".")[0] in RunConfig.model_fields:
             name += name_part(path.rpartition(".")[2], value)
         else:
@@ -41,6 +42,7 @@ def with_study_settings(study: Study, settings: tuple[str, ...]) -> Study:
     def change_run(run: RunConfig) -> RunConfig:
         return with_settings(run, [each for each in settings if path_of(each) in of_run[run.name]])
 
+    # Validated as a whole after all settings: one alone may not fit the rest.
     content |= {"name": name, "settings": settings, "runs": _changed_runs(study, change_run)}
     changed = as_model(Study, content, "--set")
     unused = [each for each in settings if path_of(each).partition(".")[0] in ("step", "slice")]
@@ -62,6 +64,7 @@ def _changed_runs(study: Study, change: Callable[[RunConfig], RunConfig]) -> lis
     for run in study.trained:
         branch_from = run.branch_from
         if branch_from:
+            # Parents come first: their fingerprint has changed, and with it that in the branch.
             parent = changed[study.parent_of(run).name]
             branch_from = branch_from.model_copy(update={"fingerprint": fingerprint(parent)})
         changed[run.name] = change(run).model_copy(
@@ -74,6 +77,7 @@ def on_text(study: Study, options: TextOptions, root: Path) -> Study:
     """Return the study on another text, which its name says."""
     source = source_of(options)
     name = study.name + source.suffix
+    # The recorded text first: its shares stay what they were when the study began.
     text = _recorded(root / name, source) or text_of(study, source)
     places = places_of_runs(text)
 

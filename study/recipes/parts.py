@@ -110,6 +110,7 @@ def study(
     """
     trained = [run for run in runs if isinstance(run, RunConfig)]
     if trained:
+        # Controls first: each is then replicated with every seed, as the others are.
         runs = with_controls(trained)
         runs = with_seeds(runs, seeds) if seeds else runs
     defaults = {"name": UNNAMED, "description": UNNAMED, "ranks": 2, "sized_for": "cpu"}
@@ -123,6 +124,7 @@ def sweep(run: Callable[..., RunConfig], **values: Sequence[Any]) -> list[RunCon
     `run` takes a name and a value of each: `run("lr1e-3-wd0", peak_lr=1e-3, weight_decay=0)`. The
     keywords are the study's factors: axes, headings and columns have their names.
     """
+    # Words of all values of a factor at once: compound ones are named by what differs.
     in_pairs = [list(zip(each, in_words(each), strict=True)) for each in values.values()]
     runs = []
     for combination in product(*in_pairs):
@@ -153,6 +155,7 @@ def wsd_run(
     if isinstance(text, PackageSources):
         model = model.model_copy(update={"vocab_size": text.vocab_size})
     checkpoints = spread(0, steps, 4)
+    # `settings` come last and win; the schedule below counts with what they say.
     content: dict[str, Any] = {
         "name": name,
         "seed": 1,
@@ -192,6 +195,7 @@ def value_name(key: str, value: object, word: Value) -> str:
 def learning_rate_name(peak_lr: float) -> str:
     """Return the name of a run after its peak learning rate: 'lr3e-3' or 'lr2.5e-4'."""
     exponent = math.floor(math.log10(peak_lr))
+    # Rounded, for 3e-4 / 10**-4 is 2.9999999999999996.
     return f"lr{round(peak_lr / 10**exponent, 6):g}e{exponent}"
 
 
@@ -208,6 +212,7 @@ def annealed(parent: RunConfig, name: str, *, start: int, save_steps: tuple[int,
     changes: dict[str, Any] = {
         "name": name,
         "schedule": parent.schedule.model_copy(update={"anneal": Anneal(start_step=start)}),
+        # The fingerprint pins the parent: a branch of another training is refused.
         "branch_from": BranchFrom(
             run=f"../{parent.name}", step=start, fingerprint=fingerprint(parent)
         ),
@@ -231,6 +236,7 @@ def lean(runs: Sequence[RunConfig], averaged_steps: Iterable[int] = ()) -> list[
         if not run.saving.restart_every_steps:
             changed.append(run)
             continue
+        # A branch needs the optimizer state of the checkpoint that it starts from.
         starts = {branch.step for branch in branches if branch.run == f"../{run.name}"}
         steps = {
             "full_steps": tuple(sorted(starts)),
@@ -248,6 +254,7 @@ def data_of(text: Text, **settings: Any) -> DataConfig:
 
 def places_of_runs(text: Text) -> dict[str, str]:
     """Return what runs read of a text, by use, as a run's directory sees it: '../data/train'."""
+    # A directory of a run is one level below its study and two below the root.
     places = places_of(text)
     del places["calibration"]
     return {

@@ -100,6 +100,7 @@ def recipe_of_file(path: Path) -> Recipe:
     recipes = [
         value
         for value in vars(module).values()
+        # A recipe that the file imports to build on is not the one that it defines.
         if isinstance(value, Recipe) and value.make.__module__ == module.__name__
     ]
     if len(recipes) != 1:

@@ -103,6 +103,7 @@ def number(value: float, form: str) -> Cell:
 def percent_digits(values: Iterable[Bounded | None]) -> int:
     """Decimals at which the largest of these shares has three figures in per cent; two at least."""
     largest = max((abs(each.value) for each in values if each), default=1.0)
+    # In per cent a share of 10^k has k + 3 figures before the point at most.
     return max(2, 1 - math.ceil(math.log10(largest))) if largest > 0 else 2
 
 
@@ -158,6 +159,7 @@ def csv_rows(table: Table) -> Iterator[list[str | float]]:
 def _parts(cell: Cell, width: int) -> list[str | float]:
     """Return the numbers of a cell, or its words, in so many columns."""
     words = "" if cell.text == MISSING else cell.text
+    # Shorter cells are padded, so that every line has the columns of the head.
     parts: list[str | float] = [*cell.numbers] if cell.numbers else [words]
     return parts + [""] * (max(width, 1) - len(parts))
 

@@ -59,6 +59,7 @@ def library() -> str:
 
 def policy(scripts: tuple[str, ...]) -> str:
     """Return the Content-Security-Policy of a page with these scripts."""
+    # Browsers compare each inline script with these hashes, and run no other.
     digests = (
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts
     )
@@ -77,6 +78,7 @@ def write_page(path: Path, shown: list[DrawnFigure], runs: Runs, **content: Any)
     content |= {"figures": shown, "pictures": pictures, "folder": DIRECTORY, "charts": text}
     content |= {"runs": runs, "scripts": scripts, "policy": policy(scripts)}
     templates = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    # Everything that a template inserts is escaped; an undefined name is an error, not "".
     pages = jinja2.Environment(
         loader=templates,
         autoescape=True,

@@ -58,6 +58,7 @@ def _training_rows(directory: Path, study: Study) -> dict[str, str]:
         last = attempts(path)[-1]
         changed = " with uncommitted changes" if last.get("uncommitted_changes") else ""
         rows["commit"] = (last.get("commit") or "not recorded") + changed
+        # The engine that was not used says nothing of the numbers.
         others = set(ENGINE_PACKAGES.values()) - {ENGINE_PACKAGES[run.engine]}
         versions = {name: last[name] for name in (PROJECT, "python") if name in last}
         versions |= last.get("packages", {})
@@ -87,6 +88,7 @@ def _run_again(study: Study) -> str:
     command = f"python -m study run {study.name}"
     candidates = [recipe for recipe in whole_recipes() if study.name.startswith(recipe)]
     for recipe, profile in product(candidates, PROFILES):
+        # A name begins with that of its recipe and profile; the settings follow.
         if not study.name.startswith(resolve(recipe, profile).name):
             continue  # its settings may not fit
         if resolve(recipe, profile, study.settings).name == study.name:

@@ -58,6 +58,7 @@ def _table(study: Study, axis: Axis, effects: Sequence[Effect]) -> Table:
         for (value, reference), by_measure in compared.items()
     ]
     figures = [figure for _, figure in measures(study)]
+    # The loss stands for the end of training here, not beside a quantization.
     titles = [FINAL_LOSS if figure == CROSS_ENTROPY else figure.title for figure in figures]
     names = [f"{title}, {figure.shown_unit}" for title, figure in zip(titles, figures, strict=True)]
     head = [axis.title, *names, "pairs of runs"]
@@ -163,6 +164,7 @@ def _mean(rows: Sequence[Row | None], spec: str, figure: Column, paired: Paired)
     """Return the figure of one row, or the mean of those of several seeds; None for missing."""
     column = figure.of(spec)
     measured = [row for row in rows if row is not None and row[column] is not None]
+    # One row has its own interval in the table; several need the paired estimate.
     if len(measured) < 2:
         return bounded(measured[0], column) if measured else None
     return of_estimate(paired.estimate([[(row, 1.0)] for row in measured], spec, figure))
@@ -201,7 +203,9 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary]) -> list[Table]:
             line = [Cell(head)]
             for values_of_end in ((head, other) for other in columns):
                 value = bounded(ends.get(values_of_end), column)
+                # Opacity grows with the value, so that the largest one is the darkest.
                 shade = DARKEST * value.value / largest if value and largest > 0 else 0.0
+                # No such run is an empty cell, a run that is not measured yet says so.
                 shown = cell(value, digits) if values_of_end in ends else Cell("")
                 line.append(shown._replace(shade=round(max(shade, 0.0), 3)))
             body.append(line)

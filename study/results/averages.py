@@ -24,6 +24,7 @@ def kept_averages(study: Study) -> list[Lawa | Ema]:
 
 def average_label(average: Lawa | Ema, others: Iterable[Lawa | Ema]) -> str:
     """Return 'LAWA', or its whole name where `others` holds a second of its kind."""
+    # Two averages of a kind need their lengths to be told apart.
     alone = sum(other.kind == average.kind for other in others) == 1
     return average.kind.upper() if alone else average.name
 
@@ -44,6 +45,7 @@ def compared_models(study: Study, rows: Rows) -> Iterator[tuple[str, str, Row]]:
     for run in in_order(study):
         of_run = [row for row in rows if row["run"] == run.name]
         averaged = [row for row in of_run if row["average"]]
+        # Rows are by rising step, so the last one of a phase stays in the dict.
         last_of_phase = {row["phase"]: row["step"] for row in averaged}
         of_soups = {row["step"] for row in averaged if row["average"] in soups}
         steps = {*last_of_phase.values(), *of_soups}
@@ -77,6 +79,7 @@ class Made(NamedTuple):
         if run.branch_from:
             path.append((study.parent_of(run), run.branch_from.step))
         for trained, last in path:
+            # The last one that fits; a branch looks in its parent up to where it left it.
             for model in reversed(study.models_of(trained)):
                 fits = (
                     model.average == self.name

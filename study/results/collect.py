@@ -42,14 +42,17 @@ def collect_rows(directory: Path, study: Study) -> Collected:
                 for kind, settings in measured
                 for path, reader in kind.results(settings, run.name, model).items()
             }
+            # One for the model itself, one for each of its results.
             expected += 1 + len(readers)
 
             # rows from the first model that still lacks something on may change
             of_model = _model_values(directory, run, model)
+            # Once False it stays so: later rows of the run are not settled either.
             is_settled &= of_model is not None and all(path.exists() for path in readers)
             if of_model is None:
                 continue
 
+            # Every row has all columns, also those that only other models have.
             values: dict[str, Any] = dict(empty)
             for path, reader in readers.items():
                 if path.exists():
@@ -71,6 +74,7 @@ def phase_of(run: AnyRun, step: int) -> str:
     """Return warmup, stable or anneal for update `step`; for a released model its stage."""
     if isinstance(run, ReleasedRun):
         return run.name
+    # Weights after an update belong to the phase of that update.
     if step <= run.warmup_steps:
         return "warmup"
     return "anneal" if run.schedule.anneal and step > run.schedule.anneal.start_step else "stable"
@@ -112,6 +116,7 @@ def diverged_runs(directory: Path, study: Study) -> dict[str, str]:
     A branch of a checkpoint that never came is among them.
     """
     words = {}
+    # Parents first: a branch of one that diverged is explained by it.
     for run in sorted(study.trained, key=lambda run: run.branch_from is not None):
         status = divergence(RunDirectory(directory / run.name), fingerprint(run))
         if status:
@@ -119,6 +124,7 @@ def diverged_runs(directory: Path, study: Study) -> dict[str, str]:
         elif run.branch_from:
             parent = study.parent_of(run)
             status = divergence(RunDirectory(directory / parent.name), fingerprint(parent))
+            # A parent that diverged later still made the checkpoint that the branch starts from.
             if status and status.step <= run.branch_from.step:
                 words[run.name] = f"{run.name} cannot start, since {status.words}"
     return {run.name: words[run.name] for run in study.trained if run.name in words}

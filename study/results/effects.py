@@ -56,6 +56,7 @@ def measures(study: Study) -> list[Measured]:
 
 def effects_of(study: Study, rows: Rows, paired: Paired) -> dict[str, list[Effect]]:
     """Return the effects of every factor, by the key of its axis; none of a released model."""
+    # Stages of a released model follow each other; none is a treatment of the others.
     if len(study.trained) < len(study.runs):
         return {}
     ends = [end for end in summarize(study, rows) if end.last is not None]
@@ -71,6 +72,7 @@ def _effects_on(
 ) -> Iterator[Effect]:
     """Yield the effects of an axis: each value against the least number, or the first word."""
     texts = {axis.values[end.run.name]: axis.text_of(end.run.name) for end in ends}
+    # The least number is the reference; of words the first, since sorting is stable.
     reference, *others = sorted(texts, key=_rank)
     for value in others:
         pairs = _pairs(study, axis, ends, (reference, value))
@@ -94,6 +96,7 @@ def _pairs(
 
     Ends that no axis distinguishes are not paired.
     """
+    # Pairs have equal values on all of these, so that the factor alone differs.
     others = [other for other in study.axes if other is not axis]
     places: dict[tuple[int, Place], dict[Value, list[Row]]] = {}
     for end in ends:
@@ -105,6 +108,7 @@ def _pairs(
     pairs: dict[int, dict[Place, Pair]] = {}
     for (seed, elsewhere), by_value in places.items():
         first, second = (by_value.get(value, []) for value in values)
+        # Two runs at one place differ in what no axis says, so none of them is the partner.
         if len(first) == len(second) == 1:
             pairs.setdefault(seed, {})[elsewhere] = first[0], second[0]
     return pairs
@@ -124,6 +128,7 @@ def _replicates(pairs: dict[int, dict[Place, Pair]], column: str) -> list[Weight
     if not by_seed:
         return []
     first, *others = by_seed
+    # Each seed averages over the same places, else places would pass for seeds.
     shared = [each for each in first if all(each in seed for seed in others)]
     return [
         [

@@ -57,6 +57,7 @@ class Paired:
             [
                 (sign * weight, self._result(row, each, figure))
                 for row, weight in weighted
+                # An empty `minus` has no term.
                 for sign, each in ((1, spec), (-1, minus))
                 if each
             ]

@@ -71,6 +71,7 @@ class Components:
         Its sources are those of the expected mean squares.
         """
         counts = plan.counts
+        # Documents of unequal length tell less than their number: the effective one counts here.
         degrees = counts | {DOCUMENTS: self.evenness * plan.documents}
         adds = {
             effect: variance / math.prod(counts[name] for name in effect)
@@ -78,7 +79,9 @@ class Components:
         }
         squares = {
             effect: MeanSquare(
+                # Expected mean square: its own variance and those of interactions that hold it.
                 math.fsum(part for other, part in adds.items() if effect <= other),
+                # Degrees of freedom of an interaction are the product of those of its factors.
                 math.prod(degrees[name] - 1 for name in effect),
             )
             for effect in effects_of(name for name in AXES if counts[name] > 1)
@@ -102,6 +105,7 @@ class Components:
             return 1.0
         degrees = min(estimate.degrees_of_freedom, LARGE)
         critical = stdtrit(degrees, (1 + INTERVAL_LEVEL) / 2)
+        # The noncentrality: how many standard errors the true difference is away from 0.
         shift = abs(difference) / estimate.standard_error
         if shift > 2 * critical + 10:  # where the distribution function has no digits left
             return 1.0
@@ -151,11 +155,14 @@ def components_of(several: Sequence[Crossed]) -> Components:
         counts = PowerPlan(*crossed.values_SDK.shape).counts
         for effect in squares:
             part = math.fsum(
+                # Inclusion and exclusion takes the interactions out of the mean square again.
                 (-1) ** (len(other) - len(effect)) * square.variance
                 for other, square in squares.items()
                 if effect <= other
             )
+            # A mean square here is that of the mean: times the number of values, of a single one.
             values = math.prod(counts[name] for name in effect)
+            # A negative part is kept here: only the mean over all figures is cut at 0.
             sums[effect] = sums.get(effect, 0.0) + part * values
     return Components(
         plan,
@@ -175,6 +182,7 @@ def power_lines(study: Study, rows: Rows, paired: Paired, share: float) -> Itera
         UserError: nothing is compared over two seeds yet.
     """
     spec, ends = study.quantization.specs[0], summarize(study, rows)
+    # KL divergence says which ends are measured; relative errors come with it.
     compared = _compared(ends, DIVERGENCE.of(spec))
     if not compared:
         raise UserError(
@@ -187,6 +195,7 @@ def power_lines(study: Study, rows: Rows, paired: Paired, share: float) -> Itera
             every = [
                 row for comparison in comparisons for weighted in comparison for row, _ in weighted
             ]
+            # The difference looked for is a share of the mean figure.
             size = abs(float(np.mean([row[column] for row in every])))
             components = components_of(
                 [paired.crossed(comparison, spec, figure) for comparison in comparisons]
@@ -216,6 +225,7 @@ def _compared(ends: Sequence[RunSummary], column: str) -> dict[str, list[list[We
         neighbours.append(
             [
                 [(two.last, 1.0), (earlier.last, -1.0)]
+                # Seeds are paired in the order of the study; a missing last one is left out.
                 for earlier, two in zip(first, second, strict=False)
                 if earlier.last and two.last
             ]
@@ -240,6 +250,7 @@ def _percent(share: float) -> str:
 
 def _table(components: Components, difference: float, size: float) -> Iterator[str]:
     seeds, documents, draws = at_hand = components.plan
+    # Variances below this are rounding errors of differences and not shown.
     least = ROUNDING * max(components.variances.values())
     deviations = ", ".join(
         f"{_named(effect)} {_percent(variance**0.5 / size)}"

@@ -70,6 +70,7 @@ def lineage(study: Study, rows: Rows, run: AnyRun) -> Rows:
 def at_high_rate(rows: Rows) -> Rows:
     """Return the weights of one lineage after the warm-up at nearly the largest learning rate."""
     rates = [row["learning_rate"] or 0.0 for row in rows]
+    # Near the peak, not at it: a slow cosine falls a little before it is left.
     high = HIGH * max(rates, default=0.0)
     kept = [row for row, rate in zip(rows, rates, strict=True) if 0 < rate >= high]
     return [row for row in trained(kept) if row["phase"] != "warmup"]
@@ -84,6 +85,7 @@ def ends_of_training(study: Study) -> list[AnyRun]:
     continued = {
         run.parent for run in study.runs if isinstance(run, ReleasedRun) and not run.restarts
     }
+    # A run that others branch from is an end, too, where it anneals itself.
     others = parents | continued | study.controls
     return [run for run in in_order(study) if run.name not in others or _anneals(run)]
 
@@ -104,6 +106,7 @@ def summarize(study: Study, rows: Rows) -> list[RunSummary]:
         if isinstance(run, ReleasedRun):
             first, anneals = _before_decay(path, last) if pretrains(study, run) else (None, False)
         else:
+            # Of a branch they are rows of its parent, which `lineage` puts first.
             stable = [row for row in trained(path) if row["phase"] == "stable"]
             anneals = _anneals(run)
             first = stable[-1] if stable and anneals else None
@@ -128,6 +131,7 @@ def _before_decay(rows: Rows, last: Row | None) -> tuple[Row | None, bool]:
     high = at_high_rate(rows)
     if last is None or last["learning_rate"] is None or not high:
         return None, False
+    # An end that is not far below the high rate is no anneal.
     decays = last["learning_rate"] <= DECAYED * high[-1]["learning_rate"]
     return (high[-1] if decays else None), decays
 

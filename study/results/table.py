@@ -119,6 +119,7 @@ def values_on(axis: Axis) -> dict[str, Value | None]:
     A control without a number of its own has none.
     """
     values = axis.values.items()
+    # "no anneal" is the only word that may stand among numbers: it becomes an empty cell.
     if {value for _, value in values if isinstance(value, str)} <= {NO_ANNEAL}:
         return {run: None if isinstance(value, str) else value for run, value in values}
     return {run: str(value) for run, value in values}
@@ -155,6 +156,7 @@ def write_table(directory: Path, study: Study, rows: Sequence[Row]) -> Path:
     """Write table.parquet aside and rename it; its metadata has our version and a hash of it."""
     path = directory / TABLE
     table = pa.Table.from_pylist(list(map(dict, rows)), schema=schema_of(study))
+    # The seal is over values, not bytes: `read_table` computes it again from what it has read.
     metadata = {PROJECT: version(), SEAL: digest_of_json(table.to_pylist())}
     table = table.replace_schema_metadata(metadata)
     with replaced_file(path) as aside:
@@ -180,5 +182,6 @@ def read_table(directory: Path, study: Study) -> list[Row]:
         raise UserError(f"{path} is damaged ({error}); {again}") from None
     if (table.schema.metadata or {}).get(SEAL.encode()) != digest_of_json(rows).encode():
         raise UserError(f"{path} was changed after it was written (its {SEAL} differs); {again}")
+    # By the study as it is now, which may have columns that the file lacks.
     columns = schema_of(study).names
     return [Row.of({name: row.get(name) for name in columns}) for row in rows]

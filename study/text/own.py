@@ -128,6 +128,7 @@ def _identity(kind: Kind, places: tuple[Path, ...], tokenizer: Path | None, key:
     digest.update(b"" if key == DEFAULT_KEY else key.encode())
     whole = sum(path.stat().st_size for path in places) <= HASHED_AT_START_BYTES
     for path in places:
+        # Sizes separate the files: moving text from one to the next changes the hash.
         digest.update(f"{path.stat().st_size}:".encode())
         digest.update(sha256_of(path).encode() if whole else _sampled(path, len(places)))
     return digest.hexdigest()
@@ -138,6 +139,7 @@ def _sampled(path: Path, files: int) -> bytes:
     digest, count = hashlib.sha256(), max(2, SAMPLED_BLOCKS // files)
     with path.open("rb") as file:
         for number in range(count):
+            # Block 0 begins at 0, the last one ends at the end of the file.
             file.seek(max(0, path.stat().st_size - BLOCK_BYTES) * number // (count - 1))
             digest.update(file.read(BLOCK_BYTES))
     return digest.digest()

@@ -55,6 +55,7 @@ def read_package(package: str) -> dict[str, str]:
     }
     digest = hashlib.sha256()
     for path, content in contents.items():
+        # A NUL ends the path and the hash has one length: no other files give the same bytes.
         digest.update(path.encode() + b"\0" + hashlib.sha256(content).digest())
     if digest.hexdigest() != sha256:
         raise _refusal(
@@ -80,6 +81,7 @@ def passage_of(text: str, characters: int) -> str:
 
     Files begin with imports and licenses, which repeat those of other files.
     """
+    # Both ends move to line ends, so the passage is at most as long as asked.
     start = text.find("\n", (len(text) - characters) // 2) + 1
     return text[start : text.rfind("\n", start, start + characters) + 1]
 
@@ -104,11 +106,13 @@ def split(texts: dict[str, str]) -> dict[str, dict[str, str]]:
     training file has as well, are left out.
     """
     places = {path: place_of(text.encode()) for path, text in texts.items()}
+    # By place, then by path: files of equal content have one place.
     ordered = sorted(texts, key=lambda path: (places[path], path))
     documents = {
         use: {path: texts[path] for path in ordered if share.first <= places[path] < share.stop}
         for use, share in SHARES.items()
     }
+    # A held-out passage is copied as far as training files hold its long lines.
     lines = {line for text in documents["train"].values() for line in _long_lines(text)}
     passages = {
         path: passage_of(text, PASSAGE_CHARACTERS)
@@ -137,6 +141,7 @@ def build_corpus(out: Path, vocab_size: int, packages: Sequence[str]) -> None:
     train = list(documents["train"].values())
     first = [
         text
+        # `end` is the number of characters up to and with this text.
         for text, end in zip(train, accumulate(map(len, train)), strict=True)
         if end <= TOKENIZER_CHARACTERS
     ]

@@ -52,6 +52,7 @@ def check_text(study: Study, directory: Path) -> None:
             check_unchanged(text)
         if isinstance(text, PackageSources):
             check_versions(text.packages)
+        # A step of the study makes it, and what it is made of is as it was.
         if path_in_study in outputs:
             continue
         if not isinstance(text, PreparedText) or text.files[use].name.startswith("/"):
@@ -74,6 +75,7 @@ def check_held_out(study: Study, directory: Path) -> None:
     from train.data.corpus import open_corpus
 
     manifest = _place(directory, record(study, "held_out"))
+    # Not made yet: the measurements check it themselves.
     if not manifest.is_file():
         return
     quantization, corpus = study.quantization, open_corpus(manifest.with_suffix(""))
@@ -84,6 +86,7 @@ def check_held_out(study: Study, directory: Path) -> None:
 
 def _place(directory: Path, relative: str) -> Path:
     """Return a place that is relative to the study, which may not be there yet."""
+    # Not `resolve`, which would follow links: places stay as the study names them.
     return Path(os.path.normpath(directory.absolute() / relative))
 
 
@@ -108,6 +111,7 @@ def _own_steps(text: OwnText) -> list[Step]:
     if text.tokenizer is None:
         make = python("study", "tokenizer", *text.sources, *key)
         make += ("--vocab-size", str(text.vocab_size))
+        # On the training share alone: what is held out must not shape the tokenizer.
         make += ("--share", str(text.train), "--out", tokenizer)
     else:
         make = python("ckpt_tools", "download", text.tokenizer, tokenizer, "--tokenizer-only")
@@ -151,7 +155,9 @@ def _prepared_steps(text: PreparedText) -> list[Step]:
         fetch = python("ckpt_tools", "download", text.tokenizer, tokenizer, "--tokenizer-only")
         output = f"../{text.tokenizer_directory}/tokenizer.json"
         steps.append(Step("tokenizer", "download", fetch, (output,), resumes=True))
+    # Each file once, though it may serve two uses.
     for file in dict.fromkeys(text.files.values()):
+        # Files without a data set have to be there before, see `check_text`.
         if file.dataset:
             parts = (file.dataset, file.config or "", file.split, file.files or "")
             command = python("train", "prepare", ":".join(("dataset", *parts)), "--key", file.key)

@@ -76,9 +76,11 @@ def needs_of(study: Study) -> TextNeeds:
         sequences = max(sequences, products, study.slice.sequences)
     losses = max(quantization.eval_tokens, quantization.block_tokens)
     return TextNeeds(
+        # One more token than is read as input: each token predicts the next one.
         train=max((run.total_tokens for run in study.trained), default=0) + 1,
         held_out=max(losses + LOSS_DOCUMENTS, sequences * length + 1),
         calibration=quantization.calibration_sequences * min(length, BLOCK_TOKENS) + 1,
+        # So few of each document that both kinds of loss are over enough documents.
         document_tokens=max(
             2,
             min(
@@ -105,6 +107,7 @@ def survey_files(
                 places.append(place_of(content))
                 sizes.append(len(content))
                 if len(sample) < SAMPLE_DOCUMENTS:
+                    # The beginning of each document is enough to count bytes per token.
                     sample.append(text[:SAMPLE_CHARACTERS])
             if len(places) == before:
                 raise UserError(f"{path} holds no document; leave it out")
@@ -113,8 +116,10 @@ def survey_files(
     if tokenizer:
         margin, encode = MARGIN, load_tokenizer(tokenizer)[0].encode_batch_fast
         tokens = sum(len(encoding.ids) for encoding in encode(sample, add_special_tokens=False))
+        # An estimate from the first documents; the margin covers what the rest differs by.
         per_token = sum(len(text.encode()) for text in sample) / max(tokens, 1) or 1.0
     else:
+        # The vocabulary is not trained yet, so bytes per token are a guess with a wide margin.
         margin = MARGIN_UNTRAINED
         per_token = BYTES_PER_TOKEN["large" if vocab_size >= LARGE_VOCABULARY else "small"]
     return TextSurvey(np.array(places, np.int64), np.array(sizes, np.int64) / per_token + 1, margin)
@@ -122,6 +127,7 @@ def survey_files(
 
 def survey_tokens(prefix: Path, tokenizer_sha256: str) -> TextSurvey:
     """Read every document of a token file once; UserError where another tokenizer made it."""
+    # Token files are exact: their margin below is 1.
     corpus = open_corpus(prefix)
     if corpus.manifest.tokenizer_sha256 != tokenizer_sha256:
         raise UserError(
@@ -147,6 +153,7 @@ def shares_of(survey: TextSurvey, needs: TextNeeds, name: str) -> dict[str, Shar
         ("held_out", needs.held_out, needs.document_tokens),
         ("calibration", CALIBRATION_DRAWS * needs.calibration, None),
     ):
+        # Of a held-out document at most `most` tokens count, as many as losses take of it.
         counted = np.cumsum(tokens[at:] if most is None else np.minimum(tokens[at:], most))
         enough = int(np.searchsorted(counted, wanted * survey.margin))
         if enough >= len(counted):
@@ -155,8 +162,10 @@ def shares_of(survey: TextSurvey, needs: TextNeeds, name: str) -> dict[str, Shar
                 f"{total}, too few to keep {wanted:,} tokens {purpose} apart; give more text, or"
                 " the same in more documents: a .jsonl has one per line, any other text file is one"
             )
+        # Shares join without a gap: each place belongs to one use alone.
         first, stop = (shares["held_out"].stop if shares else 0), int(places[at + enough]) + 1
         shares[use] = Share(first=first, stop=stop)
+        # Documents of equal content have one place and stay on one side of the cut.
         at = int(np.searchsorted(places, stop))
 
     # the rest is to train on

@@ -24,10 +24,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
+        # All 256 bytes are tokens, also those that the training text lacks: any text is encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(iter(texts), trainer)
+    # The trainer stops early where no pair of tokens is left to merge.
     if tokenizer.get_vocab_size() != vocab_size:
         raise UserError(
             f"the text yields {tokenizer.get_vocab_size()} tokens, not {vocab_size}; give more text"

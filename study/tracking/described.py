@@ -57,6 +57,7 @@ def has_ended(directory: RunDirectory, run: AnyRun) -> bool:
 
 def status_of(directory: RunDirectory, run: AnyRun) -> str:
     """Return MLflow's word for the state of the run: FINISHED, FAILED or RUNNING."""
+    # The last checkpoint counts, whatever status.json says of the attempts.
     if is_final(directory, run):
         return "FINISHED"
     status = read_status(directory)

@@ -70,6 +70,7 @@ class Importer:
         self._client, self._directory, self._study = client, directory, study
         self.added = self.total = 0
         self.not_finite: dict[str, str] = {}  # by the name of the run, see Stream
+        # Importers of several runs meet here: one of them makes the experiment and the parent.
         with self._locked("study"):
             self.experiment = self._find_experiment()
             tags = {NOTE_TAG: study.description}
@@ -97,6 +98,7 @@ class Importer:
                 f" are in {experiment.artifact_location}, which MLflow cannot change; {way}, and"
                 f" run 'python -m study mirror {name} --root {root}'"
             )
+        # MLflow keeps the name of a deleted experiment, so a new one could not be made.
         if experiment.lifecycle_stage == "deleted":
             self._client.restore_experiment(experiment.experiment_id)
         return str(experiment.experiment_id)
@@ -113,6 +115,7 @@ class Importer:
         existing = None
         condition = f"tags.`{SUBJECT_TAG}` = '{subject}'"
         for run in self._client.search_runs([self.experiment], condition):
+            # The first run of this very configuration is kept; those of earlier ones go.
             if run.data.tags[UID_TAG] == identity[UID_TAG] and existing is None:
                 existing = run
             else:
@@ -124,6 +127,7 @@ class Importer:
         """Log the tags, and the parameters that the run lacks: MLflow lets none be changed."""
         from mlflow.entities import Param, RunTag
 
+        # A parameter that is there is never sent again, since MLflow refuses another value.
         missing = [
             Param(key, bounded(value))
             for key, value in params.items()
@@ -146,6 +150,7 @@ class Importer:
             self.total += sum(
                 len(of_row) for stream in streams.values() for of_row in stream.metrics
             )
+            # MLflow counts milliseconds.
             times = [int(row["time"] * 1000) for row in training.rows]
             started_at, ended_at = (times[0], times[-1]) if times else (None, None)
             tags = described.run_tags(directory, run, self.parent)
@@ -157,6 +162,7 @@ class Importer:
             progress = {
                 tag: mirrored.data.tags.get(tag, stream.tags[0]) for tag, stream in streams.items()
             }
+            # The store holds rows that the files have no more, and MLflow takes none back.
             if not all(progress[tag] in stream.tags for tag, stream in streams.items()):
                 self._client.delete_run(mirrored.info.run_id)
                 mirrored = self._find_run(subject, run, tags, started_at)
@@ -171,6 +177,7 @@ class Importer:
             status = described.status_of(directory, run)
             if status == "RUNNING" != mirrored.info.status:
                 self._client.update_run(mirrored.info.run_id, status)
+            # Ended at the time of its last row, not of this import.
             elif status != mirrored.info.status:
                 self._client.set_terminated(mirrored.info.run_id, status, ended_at)
         return str(mirrored.info.run_id)
@@ -179,6 +186,7 @@ class Importer:
         """Send the rows from index `start` on, some rows to a request, with their tag."""
         batch: list[Metric] = []
         for count, of_row in enumerate(stream.metrics[start:], start):
+            # Rows are not split: the tag in the request says how many whole rows the store has.
             if len(batch) + len(of_row) > METRICS_PER_BATCH:
                 self._send(run, batch, tag, stream.tags[count])
                 batch = []
@@ -262,10 +270,13 @@ def follow(directory: Path, study: Study, name: str, uri: str, seconds: float) -
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     os.nice(NICENESS)
     run = RunDirectory(directory / name)
+    # Of an attempt before this follower: only another status later tells of an end.
     earlier = read_status(run)
     while True:
         status = read_status(run)
+        # A failed status of an earlier attempt is there from the start and does not count.
         has_ended = status is not None and (status.status == "done" or status != earlier)
+        # Decided before the import, which then holds all that was written by that time.
         is_last = stop.is_set() or has_ended
         try:
             added = mirror_run(directory, study, name, uri)

@@ -51,6 +51,7 @@ def check_root(root: Path) -> None:
     MLflow reads it escaped in one place and as it is in another.
     """
     path = root.absolute()
+    # These have a meaning in a URI.
     for character in "%?":
         if character in str(path):
             raise UserError(
@@ -147,6 +148,7 @@ def _explained(uri: str) -> Iterator[None]:
     except (MlflowException, RequestException, SQLAlchemyError) as error:
         reason = " ".join(str(error).split()).replace(uri, masked(uri))
         password = urlsplit(uri).password
+        # Messages of drivers may show the password as it is in the URI or decoded.
         for secret in {password, unquote(password)} if password else ():
             reason = reason.replace(secret, "***")
         raise UserError(
@@ -223,5 +225,6 @@ def _make_file(uri: str) -> None:
         aside = directory.absolute() / path.name
         MlflowClient(tracking_uri=f"{SQLITE}{aside}").search_experiments(max_results=1)
         fsync_path(aside)
+        # Renamed when it is whole and synced: a kill before leaves no half-made schema.
         aside.rename(path)
         fsync_path(path.parent)

@@ -45,6 +45,7 @@ class MetricStream:
         digest = hashlib.sha256()
         tags = [f"0 {digest.hexdigest()}"]
         for count, row in enumerate(self.rows, 1):
+            # One running hash gives that of every beginning of the stream.
             digest.update(json.dumps(row).encode())
             tags.append(f"{count} {digest.hexdigest()}")
         return tags
@@ -71,9 +72,11 @@ def _current(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     starts: dict[int, int] = {}  # by attempt: the first step that it trained
     for row in rows:
+        # Rows of evaluation alone do not say where an attempt began to train.
         if TRAINED in row:
             starts[row["attempt"]] = min(row["step"], starts.get(row["attempt"], row["step"]))
     bounds = {
+        # What an attempt wrote counts up to where the earliest later one began anew.
         attempt: min((step for later, step in starts.items() if later > attempt), default=math.inf)
         for attempt in {row["attempt"] for row in rows}
     }
@@ -113,6 +116,7 @@ def table_stream(
     `lawa5x500/quant/...`). What was not measured has no metric. Where a row does not know its
     tokens, steps take their place, and 0 that of a step which no source states.
     """
+    # Times of training, not of measuring: measuring again makes the same metrics.
     times = {row["tokens"]: _milliseconds(row) for row in training.rows}
     axis = "step" if any(row["tokens"] is None for row in rows) else "tokens"
     metrics, figures = [], []

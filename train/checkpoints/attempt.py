@@ -52,6 +52,7 @@ class Attempt:
                     deterministic=torch.are_deterministic_algorithms_enabled(),
                 )
         self.number: int = from_rank_zero(number)
+        # Rank 0 did not get the lock: every rank learns of it, and all raise.
         if not self.number:
             raise UserError(
                 f"another process is training {directory.path}; wait until it ends or end it"
@@ -60,6 +61,7 @@ class Attempt:
     def _take_lock(self) -> bool:
         """Return whether this attempt may train: it, or an orphan of its owner, has the lock."""
         owner = os.environ.get(OWNER, "")
+        # Opened without truncation: the process that holds the lock wrote its owner there.
         self._lock = (self._directory.path / ".lock").open("a+")
         if not take_lock(self._lock):
             self._lock.seek(0)
@@ -77,12 +79,14 @@ class Attempt:
     def successor(self) -> str | None:
         """Return on rank 0 why this attempt has to end; None while it is the newest. Cheap."""
         try:
+            # The file is always replaced whole: a new one has another inode or time.
             status = self._directory.environment_json.stat()
             if (status.st_ino, status.st_mtime_ns) == self._seen:
                 return None
             recorded = attempts(self._directory.environment_json)
         except FileNotFoundError:
             return None
+        # Attempts are numbered by their places in the list.
         if len(recorded) > self.number:
             return (
                 f"attempt {len(recorded)} has begun on {recorded[-1]['host']}; this one,"
@@ -94,6 +98,7 @@ class Attempt:
     def end(self, ending: Ending, step: int, reason: str, **details: Any) -> None:
         """Write status.json, remove a used STOP file, and ignore signals from now on."""
         if self._rank_zero:
+            # A failed attempt did not obey the STOP file; the next one does.
             if ending != "failed":
                 self._directory.stop_file.unlink(missing_ok=True)
             self.record_end(ending, step, reason, **details)

@@ -65,6 +65,7 @@ def resume(
         record, damage = _record(checkpoint)
         if record:
             _check_belongs(checkpoint, record, run, data_sha256)
+            # Training cannot resume from weights alone; at the last step nothing is left to train.
             if not record.is_full and step < run.total_steps:
                 continue
             damage = _damage(checkpoint, record)
@@ -148,6 +149,7 @@ def _check_belongs(
 
 def _quarantine(directory: RunDirectory, checkpoint: Path, attempt: int, damage: str) -> None:
     directory.quarantine.mkdir(exist_ok=True)
+    # A permanent and a restart checkpoint of one step have the same name.
     kind = "" if checkpoint.parent == directory.checkpoints else "-restart"
     target = directory.quarantine / f"{checkpoint.name}{kind}.attempt{attempt}"
     os.rename(checkpoint, target)
@@ -230,6 +232,7 @@ def start_from_import(
 def _reader(checkpoint: Path) -> Callable[[str], Tensor]:
     """Return a reader of whole tensors in fp32 by HF name."""
     places: dict[str, Path] = {}
+    # Only the place of each tensor is kept: a rank never reads the whole model at once.
     for path in sorted(checkpoint.glob("model*.safetensors")):
         with safe_open(path, "pt") as file:
             places |= dict.fromkeys(file.keys(), path)
@@ -254,6 +257,7 @@ def _check_logits(engine: Engine, run: RunConfig, checkpoint: Path) -> None:
         ratio = ((logits - expected).norm() / expected.norm()).item()
     ratio = float(from_rank_zero(ratio))
     allowed = LOGIT_TOLERANCE[dtype_of(run.precision)]  # of a probe, which has no 8-bit products
+    # Written with `not`, so that NaN is refused as well.
     if not ratio <= allowed:
         raise UserError(
             f"the engine's logits differ from those of {checkpoint} by {ratio:.3g} of their norm,"

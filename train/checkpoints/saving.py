@@ -37,6 +37,7 @@ def failure_of(error: BaseException) -> str:
     # Closing the file, torch's writer hides what went wrong before.
     while cause and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
+    # Any other RuntimeError is a fault of the program, and keeps its traceback.
     if isinstance(error, RuntimeError) and cause is None and TORCH_WRITER not in str(error):
         raise error
     lines = str(cause or error).strip().splitlines()
@@ -50,6 +51,7 @@ def agreed[T](write: Callable[[], T], final: Path) -> list[T]:
         result = write()
     except WRITE_ERRORS as error:
         failure = failure_of(error)
+    # Exchanged before anyone raises: the other ranks would wait for a rank that had left.
     outcomes = gathered((result, failure))
     failure = next((failure for _, failure in outcomes if failure), None)
     if failure:
@@ -84,6 +86,7 @@ class PendingCheckpoint:
     ) -> None:
         self.final, self._fields = final, fields
         self._directory = final.parent / f"{UNFINISHED}{final.name}.attempt{attempt}"
+        # The probe and the copy are of the same weights: an export is checked against the probe.
         self._probe = {"input_ids": probe_BS.contiguous(), **engine.probe(probe_BS)}
         self._snapshot = engine.snapshot(self._directory, weights_only=fields["weights_only"])
         self._written: dict[str, FileRecord] = {}  # by this rank
@@ -106,6 +109,7 @@ class PendingCheckpoint:
         save_file(self._probe, self._directory / PROBE)
         open_to_readers(self._directory / PROBE)
         files = files | self._recorded([PROBE])
+        # A file without a hash could be damaged unnoticed: none may be left out of the record.
         present = {
             str(path.relative_to(self._directory))
             for path in self._directory.rglob("*")
@@ -114,6 +118,7 @@ class PendingCheckpoint:
         assert present <= files.keys(), f"{sorted(present - files.keys())} would be in no record"
         files = dict(sorted(files.items()))
         record = CheckpointRecord(**self._fields, quantdyn=version(), files=files)
+        # The record is last: a directory without it does not count as a checkpoint.
         write_sealed(self._directory / CHECKPOINT_JSON, record.model_dump(mode="json"))
         fsync_path(self._directory)
 
@@ -149,6 +154,7 @@ def remove_unfinished(directory: RunDirectory) -> None:
     for parent in (directory.checkpoints, directory.restarts):
         for unfinished in parent.glob(f"{UNFINISHED}*"):
             shutil.rmtree(unfinished)
+    # Rotation removes checkpoint.json first: what has none is the rest of a checkpoint.
     for restart in directory.restarts.glob("step*"):
         if not (restart / CHECKPOINT_JSON).exists():
             shutil.rmtree(restart)
@@ -218,10 +224,12 @@ class Saver:
         if self._writing is None:
             return
         began_at = time.monotonic()
+        # Waits for the thread of this rank, then for all ranks, whose files `seal` records.
         agreed(self._writing.result, self._pending[-1].final)
         self._writing = None
         for checkpoint in self._pending:
             checkpoint.seal()
+            # Asked anew for each checkpoint, just before it becomes visible.
             successor = from_rank_zero(self._attempt.successor() if self._rank_zero else None)
             if successor:
                 raise SupersededError(successor)
@@ -229,6 +237,7 @@ class Saver:
         self._pending = []
         self._stalled_seconds += time.monotonic() - began_at
 
+        # Older ones go only now, when a newer one is complete.
         self.rotate(self._settings.restart_keep)
         self._log(
             self._step,

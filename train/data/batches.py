@@ -63,6 +63,7 @@ class Batch(NamedTuple):
         Where the sequences do not suffice the first is repeated, without a label that counts.
         """
         rows = torch.from_numpy(replica.rows(len(self.tokens_BS)))
+        # Row -1 takes the last sequence here, and then none of its labels counts.
         counted_BS = self.counted_BS[rows] & (rows >= 0)[:, None]
         rows = rows.clamp(min=0)
         starts_BS = None if self.starts_BS is None else self.starts_BS[rows]
@@ -92,6 +93,7 @@ def batch(
 
 def _longest_run(matches_S: NDArray[np.bool_]) -> int:
     """Return the length of the longest stretch of True."""
+    # Between two breaks, with one added at either end, lies a stretch of True.
     breaks = np.flatnonzero(~np.concatenate([[False], matches_S, [False]]))
     return int(np.diff(breaks).max()) - 1
 

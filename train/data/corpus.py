@@ -59,6 +59,7 @@ class TokenMap:
     def request(self, start: int, count: int) -> None:
         """Start to fetch tokens [start, start + count), without waiting for them."""
         item_bytes = self.tokens_T.itemsize
+        # madvise takes the beginning of a page.
         first = start * item_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._pages.madvise(mmap.MADV_WILLNEED, first, (start + count) * item_bytes - first)
 
@@ -116,6 +117,7 @@ class Corpus:
     def sequences(self, indices_B: Tokens, sequence_length: int) -> Tokens:
         """Return sequences by index, int64 [B, L + 1]: inputs are [:, :-1], labels [:, 1:]."""
         width = sequence_length + 1
+        # Neighbours overlap by a token: the last label of one is the first input of the next.
         starts = (indices_B * sequence_length).tolist()
         for start in starts:
             self.tokens.request(start, width)
@@ -151,6 +153,7 @@ class NpyCorpus:
     def sequences(self, indices_B: Tokens, sequence_length: int) -> Tokens:
         """Return sequences by index, int64 [B, L + 1]; a file is mapped when first read from."""
         stops = self._stops(sequence_length)
+        # The first file whose end lies beyond the index: files too short for one are skipped.
         files = np.searchsorted(stops, indices_B, side="right")
         starts = ((indices_B - np.concatenate([[0], stops])[files]) * sequence_length).tolist()
         maps = [self._map(file) for file in files.tolist()]
@@ -269,12 +272,14 @@ def _write_index(path: Path, lengths: list[np.ndarray], dtype: np.dtype[Any]) ->
         for lengths_D in chunks():
             file.write(lengths_D.astype(np.int32).tobytes())
 
+        # Where each document begins, in bytes.
         offset = 0
         for lengths_D in chunks():
             ends_D = offset + np.cumsum(lengths_D, dtype=np.int64) * dtype.itemsize
             file.write(np.concatenate([[offset], ends_D[:-1]]).astype(np.int64).tobytes())
             offset = int(ends_D[-1])
 
+        # The bounds of documents in sequences: each is one sequence, so they count up.
         for start in range(0, documents + 1, CHUNK_DOCUMENTS):
             stop = min(start + CHUNK_DOCUMENTS, documents + 1)
             file.write(np.arange(start, stop, dtype=np.int64).tobytes())
@@ -285,5 +290,6 @@ def commit_corpus(prefix: Path, directory: Path, manifest: Manifest) -> None:
     Path(f"{prefix}.json").unlink(missing_ok=True)  # an old manifest must not vouch for new tokens
     for suffix in ("bin", "idx"):
         os.replace(directory / suffix, f"{prefix}.{suffix}")
+    # The tokens have their names on the disk before the manifest vouches for them.
     fsync_path(prefix.parent)
     write_sealed(Path(f"{prefix}.json"), manifest.model_dump(mode="json"))

@@ -195,6 +195,7 @@ def _json_lines_texts(path: Path, key: str) -> Iterator[str]:
 def _json_texts(path: Path, key: str) -> Iterator[str]:
     """Yield the texts of lines, or else of the objects of one array, or of one object."""
     first = next(_lines(path), None)
+    # A first line that is an object by itself means lines; else the file is one value.
     if first is None or _is_object(first[2]):
         yield from _json_lines_texts(path, key)
         return
@@ -216,6 +217,7 @@ def _parquet(path: Path, key: str) -> Iterator[str]:
         columns = table.schema_arrow.names
         if key not in columns:
             fields: dict[str, Any] = dict.fromkeys(columns)
+            # A first row shows which column holds the longest text, the likely key.
             for rows in islice(table.iter_batches(batch_size=1), 1):
                 fields |= rows.to_pylist()[0]
             raise missing_key(str(path), key, fields)

@@ -90,6 +90,7 @@ def _check_sample(path: Path, dtype: str, vocab_size: int) -> None:
             )
         if len(sample) < LEAST_SAMPLE:
             continue
+        # Tokens of 32 bits, little-endian, read as 16: the upper half of a common one is 0.
         if not sample[1::2].any() and sample[::2].any():
             raise UserError(
                 f"every second {dtype} of {path} is 0, so its tokens have twice as many bits;"

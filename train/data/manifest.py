@@ -28,6 +28,7 @@ def place_of(content: bytes) -> int:
         >>> place_of(b"a document")
         665275
     """
+    # 64 bits of the hash: places are then equally likely, to one part in 10^13.
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % PLACES
 
 
@@ -138,6 +139,7 @@ class NpyManifest(Frozen):
     @property
     def sha256(self) -> str:
         """Return a hash of dtype, file names and sizes, in order: the tokens' identity."""
+        # Without directories: files that were moved hold the same tokens.
         files = [(Path(file.path).name, file.bytes, None) for file in self.files]
         return hashlib.sha256(json.dumps([self.dtype, files]).encode()).hexdigest()
 

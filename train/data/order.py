@@ -76,8 +76,10 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> Indices:
         >>> permute(np.array([2]), size=10, seed=1, epoch=0).tolist()
         [9]
     """
+    # Half of the bits of the largest position, rounded up: both halves have as many.
     half_bits = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     half_mask = np.uint64((1 << int(half_bits)) - 1)
+    # Sums and products of the mixing wrap around at 64 bits on purpose.
     with np.errstate(over="ignore"):
         key = _mix(_mix(np.array([seed], np.uint64)) + np.uint64(epoch))
         keys = _mix(key + np.arange(1, 9, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))

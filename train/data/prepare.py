@@ -134,6 +134,7 @@ def make_part(source: Source, tokenizer_dir: Path, directory: Path, selection: S
         eos_token_id=vocabulary.eos_token_id,
         chosen=selection,
     )
+    # A part of other settings or of a changed source, or a damaged one, is made again.
     try:
         if read_model(PreparedSource, directory / PART_JSON).origin == origin:
             return
@@ -199,6 +200,7 @@ def _known_tokens(origin: Origin, vocabulary: Vocabulary) -> Iterator[Chunk]:
         document = corpus.document(index)
         if selection.share.holds(token_bytes(document)):
             eos_token_id = corpus.manifest.eos_token_id
+            # `cut` adds an end-of-text token of its own.
             yield Chunk([selection.cut(document[:-1], eos_token_id, vocabulary.dtype)])
 
 
@@ -280,6 +282,7 @@ def prepare(
 
         manifest = _manifest(parts, files, vocabulary, selection.share, special_tokens)
         commit_corpus(prefix, unfinished, manifest)
+        # Last: a prepare that is killed before this finds its parts again.
         shutil.rmtree(parts_dir)
     return manifest
 
@@ -374,6 +377,7 @@ def _make_parts(
                     "a worker was killed, perhaps for memory; run again with fewer --workers"
                 ) from None
             finally:
+                # After a failure the parts that have not begun are not waited for.
                 pool.shutdown(cancel_futures=True)
 
 

@@ -72,5 +72,6 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 def special_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
     """Return a pattern of the special tokens as they can be typed in a text."""
     added = tokenizer.get_added_tokens_decoder().values()
+    # The longest first: an alternation takes the first that fits.
     contents = sorted((token.content for token in added if token.special), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, contents)))

@@ -128,7 +128,9 @@ def _fill(out: Tensor, piece: ParameterRange, ranges: list[tuple[Any, int]]) -> 
         first = max(piece.start, start)
         stop = min(piece.start + piece.length, start + part.get_shape()[0])
         if first < stop:
+            # A slice reads only these elements from the file.
             values = part[first - start : stop - start]
             out[first - piece.start : stop - piece.start] = values.to(out.device)
             filled += stop - first
+    # Ranges of different ranks are disjoint, so their lengths add up to the whole.
     return filled == piece.length

@@ -64,10 +64,12 @@ class DeepSpeedEngine:
         self._sharding = sharding_of(self._engine, self._parameters)
         self._partitions = self._sharding.partitions()
         self._memory = SnapshotMemory(device)
+        # DeepSpeed has put flat parts in the place of the parameters: states are of these.
         self._optimizer.start_states()
         if isinstance(run.optimizer, MatrixOptimizer):
             dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
             parts = self._sharding.matrices(run.optimizer, hidden, dtype)
+            # No group of its own: all ranks are data-parallel here.
             matrices.register(run.optimizer, self._optimizer, parts, None)
         self._slots = {
             name: [torch.zeros_like(weights) for weights in self.weights()]
@@ -97,6 +99,7 @@ class DeepSpeedEngine:
         self._engine.set_train_batch_size(sequences)  # by whose microbatches DeepSpeed divides
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         for index, microbatch in enumerate(microbatches):
+            # Stage 1 reduces gradients at this boundary alone, stage 2 after every microbatch.
             self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
             sums = self._losses(self._engine, microbatch)
             # DeepSpeed divides by the microbatches and averages over the ranks.
@@ -147,6 +150,7 @@ class DeepSpeedEngine:
         """Return sums of cross-entropy and z-loss over counted labels, and their number: [3]."""
         mask_B1SS = None
         if batch.starts_BS is not None:
+            # Counting beginnings numbers the documents: tokens with one number see each other.
             documents_BS = batch.starts_BS.to(self.device).cumsum(1)
             mask_B1SS = (documents_BS[:, None, :, None] == documents_BS[:, None, None, :]).tril()
         logits_BSV = self._logits(model, batch.tokens_BS[:, :-1], mask_B1SS)
@@ -234,6 +238,7 @@ class DeepSpeedEngine:
     def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
         """Copy the weights and, unless `weights_only`, optimizer state and slots."""
         files = StateFiles(directory, self._memory)
+        # Stages 1 and 2 shard no weights of the model: every rank has all of them.
         if dist.get_rank() == 0:
             files.add_model(self._parameters)
         if not weights_only:
@@ -246,6 +251,7 @@ class DeepSpeedEngine:
         Raises:
             UserError: files are missing or do not fit the model.
         """
+        # These tensors are live, so reading into them sets the state.
         self._optimizer.steps = read_state(directory, self._partitions, self._state())
         self.publish_weights()
 

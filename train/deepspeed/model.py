@@ -76,6 +76,7 @@ def recorded(model: Any) -> Iterator[dict[str, Tensor]]:
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
+            # All but the head, whose output is the logits: the caller has them.
             has_parameters = next(module.parameters(recurse=False), None) is not None
             if module in layers or (has_parameters and module is not lm_head):
                 hook = keep(name, every_token=module is embedding)

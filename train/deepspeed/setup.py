@@ -54,6 +54,7 @@ def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "bf16": {"enabled": run.precision == "bf16"},
+        # DeepSpeed takes an optimizer that it does not know only if told to.
         "zero_allow_untested_optimizer": True,
         "steps_per_print": NEVER,
         "zero_optimization": {

@@ -71,6 +71,7 @@ class Flat:
     def _groups(self) -> Iterator[tuple[list[Tensor], Tensor]]:
         """Return parameters and this rank's fp32 weights of every group."""
         optimizer = self._optimizer
+        # Pieces are computed as laid end to end: padding between parameters would shift them.
         assert not any(any(padding) for padding in optimizer.round_robin_bit16_padding)
         groups = optimizer.round_robin_bit16_groups
         return zip(groups, optimizer.single_partition_of_fp32_groups, strict=True)
@@ -94,10 +95,12 @@ class Flat:
             size, begin = weights.numel(), 0
             for parameter in parameters:
                 end = begin + parameter.numel()
+                # From the rank on which the matrix begins to the one on which it ends.
                 ranks = range(begin // size, (end - 1) // size + 1)
                 if self._names[parameter] in names and rank in ranks:
                     bounds = [begin, *(size * holder for holder in ranks[1:]), end]
                     spans = tuple((a - begin, b - begin) for a, b in itertools.pairwise(bounds))
+                    # From places in the flat matrix to places in the flat weights of this rank.
                     start, stop = (begin + at - rank * size for at in spans[rank - ranks[0]])
                     direction = partial(_flat_direction, settings, parameter.shape, dtype)
                     parts.append(

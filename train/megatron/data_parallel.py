@@ -49,6 +49,7 @@ class DataParallel(DistributedDataParallel):
         )
         super().__init__(config, settings, model, full_param_layout=_layout(model, settings))
         if self.overlaps:
+            # Within it mcore leaves gradients unreduced: in all microbatches but the last.
             config.no_sync_func = self.no_sync
             self._gather_before_layers(model)
         elif device.type == "cpu":
@@ -68,6 +69,7 @@ class DataParallel(DistributedDataParallel):
     def _gather_before(
         self, module: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]
     ) -> None:
+        # Every bucket once, and in the same order on every rank: waiting may start a gather.
         buckets = dict.fromkeys(self.param_to_bucket_group[parameter] for parameter in parameters)
 
         def wait(*_: Any) -> None:
@@ -79,12 +81,14 @@ class DataParallel(DistributedDataParallel):
     def start_gather(self) -> None:
         """Begin to gather the first layers' weights, which an update has changed."""
         if self.overlaps:
+            # mcore fills buckets from the last layer back: the last one holds the first layers.
             self.bucket_groups[-1].start_param_sync()
 
     def finish_gather(self) -> None:
         """Wait until this rank has all updated weights; every rank calls."""
         if self.overlaps:
             for bucket in self.bucket_groups:
+                # One that was dispatched and has no handle any more is complete.
                 if bucket.param_gather_handle or not bucket.param_gather_dispatched:
                     bucket.start_param_sync(force_sync=True)
 
@@ -117,6 +121,7 @@ def _use_gloo_in_place() -> None:
 def _all_gather(buffer: Tensor, _own: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> None:
     """Fill `buffer` with the shards of all ranks; it holds this rank's already."""
     assert not async_op
+    # The chunks are views: a rank sends its own from the buffer and receives the rest into it.
     works: list[Any] = [
         dist.broadcast(shard, group=group, group_src=rank, async_op=True)
         for rank, shard in enumerate(buffer.chunk(group.size()))
@@ -142,5 +147,6 @@ def _reduce_scatter(
         ]
         for work in works:
             work.wait()
+        # In the order of ranks, not of arrival: the sum has the same bits in every run.
         for part in received:
             pieces[rank].add_(part)

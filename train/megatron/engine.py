@@ -90,12 +90,14 @@ class MegatronEngine:
         self._pipeline.model.zero_grad_buffer()
         self._optimizer.zero_grad()
         sums = self._pipeline.losses(batch, forward_only=False)
+        # One reduction, and one transfer to the host, for the losses and the norm together.
         parts = torch.cat([sums, squared_gradient_norm(self._optimizer)])
         *sums_of_all, square = _over_all_ranks(parts)
 
         positions = batch.counted_BS.numel() * self.data_parallel
         result = StepResult.of(sums_of_all, positions, math.sqrt(square))
         if accept(result):
+            # A save may still be copying the weights that the update overwrites.
             self._memory.fence()
             clip_grad_norm = self.run.optimizer.clip_grad_norm
             clip_and_update(self._optimizer, result.grad_norm, learning_rate, clip_grad_norm)
@@ -144,6 +146,7 @@ class MegatronEngine:
         return [
             parameter.detach()
             for name, parameter in global_parameters(self._pipeline.model.module).items()
+            # A fused matrix is a hidden one if all HF matrices in it are.
             if hidden.issuperset(megatron_names.hf_names(name))
         ]
 
@@ -202,6 +205,7 @@ class MegatronEngine:
             if not isinstance(record, TensorStorageMetadata):
                 raise _suspicious(directory, f"the object {key!r:.80}")
         try:
+            # All slots of the checkpoint are read, for no key to be left over.
             saved = dist_checkpointing.load_tensors_metadata(str(directory))
             state = {"optimizer": self._state.to_load(self._model_state(), slots_in(saved))}
             loaded, unread, unsaved = dist_checkpointing.load(
@@ -232,6 +236,7 @@ class MegatronEngine:
 
     def close(self) -> None:
         """Destroy the process groups."""
+        # No rank takes its groups down while another one is still in a collective.
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -44,11 +44,13 @@ class Embedding(VocabParallelEmbedding):
         if self.tp_group.size() == 1:
             rows = embedded(ids_BS, self.weight)
         else:
+            # An id of another rank looks up row 0 and is zeroed: the sum over ranks has its row.
             elsewhere_BS = (ids_BS < self.vocab_start_index) | (ids_BS >= self.vocab_end_index)
             local_BS = (ids_BS - self.vocab_start_index).masked_fill(elsewhere_BS, 0)
             rows = embedded(local_BS, self.weight).masked_fill(elsewhere_BS.unsqueeze(-1), 0.0)
 
         if self.reduce_scatter_embeddings:
+            # The reduce-scatter cuts the first axis, which has to be that of the tokens.
             rows = rows.transpose(0, 1).contiguous()
             rows = reduce_scatter_to_sequence_parallel_region(rows, group=self.tp_group)
         else:
@@ -106,6 +108,7 @@ class FullWidthNorm(nn.Module):
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
+            # The axis along which tensor ranks cut it.
             {"weight": 0},
             sharded_offsets,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
@@ -200,6 +203,7 @@ class Olmo2Layer(TransformerLayer):
             attention.hidden_size_per_attention_head,
             attention.num_query_groups_per_partition,
         )
+        # [S, B, groups, features of a group].
         grouped = qkv.unflatten(-1, (groups, -1))
         query, key, value = grouped.split([grouped.shape[-1] - 2 * size, size, size], -1)
         return query.reshape(*query.shape[:2], -1, size), key, value
@@ -210,6 +214,7 @@ class Olmo2Layer(TransformerLayer):
         qkv, _ = attention.linear_qkv(x)
         query, key, value = self.heads(qkv)
         rotated = self._normed_and_rotated(query, key)
+        # Attention keeps its inputs for backward; within the block it keeps how to compute them.
         with self._recomputed(rotated, lambda: self._normed_and_rotated(query, key)):
             context = attention.core_attention(
                 *rotated, value, mask, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed

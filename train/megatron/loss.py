@@ -85,6 +85,7 @@ class _HeadLosses(torch.autograd.Function):
 
             # The gradient by the logits, and with it those by the hidden states and the weight.
             if differentiate:
+                # That of log Z - logit + z (log Z)^2: softmax (1 + 2 z log Z), less 1 at the label.
                 scale_C = chunk.counted_T / num_labels
                 by_logits_CV = _shares(
                     logits_CV, log_z_C, scale_C * (1 + 2 * chunk.z_loss * log_z_C)
@@ -92,6 +93,7 @@ class _HeadLosses(torch.autograd.Function):
                 # The label's share, less 1: computed in fp32, where it may be close to 0.
                 share_C = (label_logit_C - log_z_C).exp() * (1 + 2 * chunk.z_loss * log_z_C) - 1
                 other_C = by_logits_CV.gather(-1, index_C1).squeeze(-1)  # where the label is not
+                # If another rank has the label, index_C1 is any row, which keeps its share.
                 label_C = (scale_C * share_C).to(other_C.dtype).where(local_C, other_C)
                 by_logits_CV.scatter_(-1, index_C1, label_C.unsqueeze(-1))
                 torch.mm(by_logits_CV, weight_VH, out=by_hidden_TH[part])
@@ -101,11 +103,13 @@ class _HeadLosses(torch.autograd.Function):
         if differentiate:
             ctx.save_for_backward(by_hidden_TH, by_weight_VH)
         ctx.mark_non_differentiable(sums)
+        # Over all labels, counted or not, as `StepResult` says.
         return (sums.sum() / num_labels).float(), sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:  # type: ignore[override]
+        # Backward comes once, so the saved tensors may be scaled in place.
         by_hidden_TH, by_weight_VH = (saved.mul_(gradient) for saved in ctx.saved_tensors)
         return by_hidden_TH, by_weight_VH.to(ctx.dtype), None, None
 
@@ -120,10 +124,12 @@ def _rows_of_this_rank(labels_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]
 def _normalizer(logits_CV: Tensor, local_C: Tensor, index_C1: Tensor) -> tuple[Tensor, Tensor]:
     """Return logsumexp(logits) and the label's logit over all ranks' vocabulary, [C] in fp32."""
     log_z_C = _log_sum_exp(logits_CV)
+    # 0 on ranks that do not have the row of the label: the sum over ranks is its logit.
     label_logit_C = logits_CV.gather(-1, index_C1).squeeze(-1).float() * local_C
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return log_z_C, label_logit_C
     group = parallel_state.get_tensor_model_parallel_group()
+    # logsumexp over ranks, shifted by the largest so that no exp overflows.
     max_C = log_z_C.clone()
     dist.all_reduce(max_C, dist.ReduceOp.MAX, group)
     both = torch.stack([(log_z_C - max_C).exp(), label_logit_C])

@@ -58,6 +58,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        # mcore draws no weights: `Engine.start_from` sets them, or a checkpoint.
         use_cpu_initialization=True,
         perform_initialization=False,
         tensor_model_parallel_size=parallel.tensor,
@@ -126,6 +127,7 @@ def build_model(run: RunConfig, config: TransformerConfig, device: torch.device)
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
         position_embedding_type="none",  # the layer has it
+        # Logits of its own rows of the vocabulary stay on each tensor rank.
         parallel_output=True,
     )
     # mcore takes no other classes for them.

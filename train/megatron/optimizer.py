@@ -95,6 +95,7 @@ def squared_gradient_norm(optimizer: DistributedOptimizer) -> Tensor:
     overflowed = optimizer.prepare_grads()
     assert not overflowed  # only a loss scaler looks for it, and there is none
     gradients = optimizer.get_grads_for_grad_norm()
+    # In a small model a rank may hold no weight that counts here.
     if not gradients:
         return torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     norms = torch.stack(torch._foreach_norm(gradients))
@@ -106,6 +107,7 @@ def clip_and_update(
 ) -> None:
     """Clip by the norm of the whole gradient, and update weights and states."""
     optimizer.optimizer.set_rate(rate)  # megatron-core leaves it to a scheduler
+    # The 1e-6 is what torch.nn.utils.clip_grad_norm_ adds as well.
     factor = clip_grad_norm / (grad_norm + 1e-6)
     if factor < 1:
         parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -153,6 +155,7 @@ def _direction(
     matrix = megatron_names.unshard(name, [shard.view(shape) for shard in shards])
 
     dtype = PARAMETER_DTYPE[run.precision]
+    # The rows of an HF matrix lie apart in a fused one: a span in every query group.
     for rows in megatron_names.hf_rows(name, run.model).values():
         index = torch.cat([torch.arange(*span, device=flat.device) for span in rows])
         matrix[index] = settings.direction(matrix[index], dtype)

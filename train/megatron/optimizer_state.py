@@ -76,11 +76,13 @@ class OptimizerState:
         buffer = part.buffers[buffer_index]
         (ranges_by_bucket,) = part.gbuf_ranges[buffer_index].values()
         for bucket, ranges in zip(buffer.buckets, ranges_by_bucket, strict=True):
+            # mcore pads buckets so that all ranks hold equal stretches of them.
             stretch = bucket.grad_data.numel() // self._group.size()
             for parameter, places in ranges["param_map"].items():
                 begin, end, _ = buffer.param_index_map[parameter]
                 begin, end = begin - bucket.offset, end - bucket.offset
                 owner, last = begin // stretch, (end - 1) // stretch
+                # Where the parameter begins, the borders of ranks within it, and where it ends.
                 bounds = [begin, *(stretch * rank for rank in range(owner + 1, last + 1)), end]
                 group_index, order = part.model_param_group_index_map[parameter]
                 yield Piece(
@@ -133,6 +135,7 @@ class OptimizerState:
         """Let every weight of a sharded state dict be written by its owner."""
         owners = {id(piece.parameter): piece.owner for piece in self.pieces}
         for parameter, entry in _entries(model).items():
+            # mcore writes the replica whose numbers are all 0: here that of the owner.
             entry.replica_id = (*entry.replica_id[:-1], int(owners.get(parameter) != self._rank))
 
     def to_load(self, model: Any, slots: list[str]) -> dict[str, Any]:
@@ -155,6 +158,7 @@ class OptimizerState:
     ) -> dict[str, Any]:
         """Return a parameter's state split over ranks as the parameter is, written by its owner."""
         entry = entries[id(piece.parameter)]
+        # 0, which is what makes mcore write it, on the owner alone.
         replica = (*entry.replica_id[:-1], self._rank - piece.owner)
         state = {}
         for key, tensor in tensors.items():
@@ -173,6 +177,7 @@ class OptimizerState:
         """Return a whole parameter's state on its owner, live if all of it is there; else None."""
         if piece.owner == piece.last:
             return flat.view(piece.parameter.shape)
+        # Two ranks come to the parameters they share in the same order, so messages need no tags.
         peers = dist.get_process_group_ranks(self._group)
         if self._rank != piece.owner:
             dist.send(flat.cpu(), peers[piece.owner], self._group)
@@ -240,6 +245,7 @@ def _rows(entry: Any, kind: str, piece: Piece) -> Iterator[ShardedTensor]:
     width = piece.parameter[0].numel()
     before = 0  # elements of the parameter before the part
     for part in parts:
+        # The rows of this part that the piece touches: down to, and up to, whole rows.
         first = max(piece.start - before, 0) // width
         last = -(-min(piece.stop - before, part.data.numel()) // width)
         before += part.data.numel()

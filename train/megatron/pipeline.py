@@ -66,6 +66,7 @@ class Pipeline:
 
         def keep(_: Batch, hidden_SBH: Tensor) -> tuple[Tensor, Report]:
             logits_SBV, _ = self.model.module.output_layer(hidden_SBH)
+            # mcore takes a loss from every pass, also without backward: any scalar does.
             return logits_SBV.float().mean(), {"logits": logits_SBV}
 
         with _without_fp8(self.model.config):
@@ -109,17 +110,20 @@ class Pipeline:
     def _packed(self, starts_BS: Tensor) -> PackedSeqParams:
         """Return the documents of a microbatch for the attention; mcore itself packs nothing."""
         bounds = document_bounds(starts_BS)
+        # Taken on the host, before the copy: to read it from the GPU would wait for the GPU.
         longest = int(bounds.diff().max())
         bounds = bounds.to(self.device, non_blocking=True)
         return PackedSeqParams("sbhd", bounds, bounds, None, None, longest, longest)
 
     def _loss(self, batch: Batch, hidden_SBH: Tensor) -> tuple[Tensor, Report]:
         """Return the loss to differentiate, and sums of both losses and counted labels."""
+        # Labels in the order of hidden states [S, B, H] flattened: sequences vary fastest.
         targets = Targets(
             batch.tokens_BS[:, 1:].t().flatten(),
             batch.counted_BS.t().flatten(),
             self.run.optimizer.z_loss,
         )
+        # mcore divides the loss by the microbatches, and its DDP the gradient by the replicas.
         loss, sums = self.model.module.output_layer(hidden_SBH, targets)
         return loss, {"sums": torch.cat([sums, batch.counted_BS.double().sum()[None]])}
 

@@ -36,6 +36,7 @@ def probe(pipeline: Pipeline, inputs_BS: Tensor) -> dict[str, Tensor]:
         recorder.attach(pipeline.model.module)
         logits_SBV = pipeline.logits(inputs_BS)
     if logits_SBV is not None:
+        # Without the tokens that pad the sequence.
         recorder.keep("logits", logits_SBV[: recorder.length].transpose(0, 1), shards_features=True)
     parts: dict[str, list[Tensor]] = {}
     for outputs in sent_to_rank_zero(recorder.outputs):  # tensor ranks of a group are in order
@@ -83,6 +84,7 @@ class _Recorder:
 
         def rotated_back(inputs: Any, _: Any) -> None:
             for part, heads_SBND in zip("qk", inputs, strict=False):
+                # HF has a module before the rotation and none after it, so the rotation is undone.
                 length, _, _, size = heads_SBND.shape
                 cos, sin = rotations(length, size, layer.rotary_base, heads_SBND.device)
                 self._split(f"{of_attention}.{part}_norm", rotated(heads_SBND, cos, -sin))
@@ -114,6 +116,7 @@ class _Recorder:
 
         def observe(inputs: Any, _: Any) -> None:
             self._whole(before, inputs[0])
+            # `forward` runs no hooks: calling the module would run this one again.
             self._whole(after, module.forward(inputs[0]))
 
         self._after(module, observe)

@@ -35,6 +35,7 @@ class ShardedSnapshot:
     """A sharded state dict as it is now: `train.engine.Snapshot`."""
 
     def __init__(self, state: dict[str, Any], directory: Path, memory: SnapshotMemory) -> None:
+        # The common part is what is not sharded, such as the number of steps.
         sharded, self._common = save_preprocess(state)
         entries: list[ShardedTensor] = [
             entry for entry in nested_values(sharded) if is_main_replica(entry.replica_id)
@@ -69,6 +70,7 @@ class ShardedSnapshot:
             if item.index.fqn.startswith(OPTIMIZER) == (kind == OPTIMIZER)
         ]
         if items:
+            # Planned alone, every rank would get the same file names: its number keeps them apart.
             (plan,) = self._writer.prepare_global_plan([replace(self._plan, items=items)])
             name = replace(plan.storage_data, prefix=f"{kind}__{dist.get_rank()}_")
             written = self._writer.write_data(replace(plan, storage_data=name), self._planner)

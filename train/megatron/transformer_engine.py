@@ -90,6 +90,7 @@ def config_fields(run: RunConfig) -> dict[str, Any]:
     number_format, recipe = FP8_RECIPES[run.precision]
     multiple = get_fp8_align_size(Fp8Recipe(recipe))
     tensor, model = run.parallel.tensor, run.model
+    # Rows of the fused linear of queries, keys and values on one rank.
     key_value_rows = (model.hidden_size + 2 * model.num_key_value_heads * model.head_dim) // tensor
     for name, size in {
         "hidden_size / parallel.tensor": model.hidden_size // tensor,
@@ -155,6 +156,7 @@ def with_documents(attention: Any) -> Any:
             if packed_seq_params is None:
                 out: Tensor = super().forward(query_SBND, key, value, *args, **kwargs)
                 return out
+            # In its format "thd" the tokens of all sequences are one row.
             documents = replace(packed_seq_params, qkv_format="thd")
             tensors = (packed(x) for x in (query_SBND, key, value))
             out_TH = super().forward(*tensors, *args, packed_seq_params=documents, **kwargs)

@@ -58,6 +58,7 @@ class _Embedded(torch.autograd.Function):
             sums_VH = wide_NH.new_zeros(ctx.num_rows, wide_NH.shape[-1])
             sums_VH.index_put_((ids_N,), wide_NH, accumulate=True)
         else:
+            # -1 and False: no padding token, and no scaling by frequency.
             sums_VH = aten.embedding_dense_backward(wide_NH, ids_N, ctx.num_rows, -1, False)
         return None, sums_VH.to(ctx.dtype)
 

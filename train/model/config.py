@@ -55,6 +55,7 @@ class ModelConfig(Frozen):
                 f"hidden_size {self.hidden_size} does not divide over num_attention_heads"
                 f" {self.num_attention_heads}"
             )
+        # Features rotate in pairs.
         rotary_size = self.head_dim * self.rotary_fraction
         if rotary_size % 2:
             raise ValueError(f"{rotary_size:g} dimensions of a head rotate; make them even")
@@ -152,6 +153,7 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
 
 def hidden_matrices(model: ModelConfig) -> frozenset[str]:
     """Return HF names of the weights of linear layers but the output's."""
+    # Embedding and head are outside of the layers; norms and biases are vectors.
     return frozenset(
         name
         for name, shape in parameter_shapes(model).items()

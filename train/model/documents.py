@@ -84,6 +84,7 @@ def attention_in_documents(
 
 def _attention(query_TNE: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return causal attention over all T tokens, [T, N, E]."""
+    # scaled_dot_product_attention takes [B, N, T, E]: here one document is the batch.
     query, key, value = (x.transpose(0, 1)[None] for x in (query_TNE, key, value))
     grouped = query.shape[1] != key.shape[1]
     out_1NTE = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)

@@ -52,6 +52,7 @@ def _inverse_rms(tensors: Sequence[Tensor], eps: float, group: Group) -> list[Te
     norms = [
         torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32) for x in tensors
     ]
+    # Squares add up over the features of all ranks; norms do not.
     squares = _over_ranks([norm.square() for norm in norms], group)
     return [
         torch.rsqrt(square / _num_features(x, group) + eps)
@@ -86,6 +87,7 @@ def _norm_gradients(
     ):
         along = (dy * weight.float()).mul_(inverse)
         by_input.append(along.addcmul_(n, dot * inverse / -_num_features(x, group)).to(x.dtype))
+    # Summed over all tokens in fp32, and rounded once.
     by_weight = [
         product.sum((0, 1)).to(w.dtype) for product, w in zip(products, weights, strict=True)
     ]
@@ -121,6 +123,7 @@ class _Normed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         x, weight, inverse = ctx.saved_tensors
         by_input, by_weight = _normed_gradients(x, weight, inverse, gradient)
+        # The residual is added as it is: its gradient is the one of the output.
         return by_input, by_weight, gradient if ctx.has_residual else None, None
 
 
@@ -150,6 +153,7 @@ def _heads(
     eps: float,
     group: Group,
 ) -> tuple[list[Tensor], list[Tensor]]:
+    # A norm is over all heads of a token together.
     rows = [head.flatten(2) for head in heads]
     inverses = _inverse_rms(rows, eps, group)
     outputs = [
@@ -170,6 +174,7 @@ def _heads_gradients(
     group: Group,
 ) -> list[Tensor]:
     rows = [head.flatten(2) for head in heads]
+    # The gradient of a rotation is the rotation back.
     back = [rotated(gradient.contiguous(), cos, -sin).flatten(2) for gradient in gradients]
     *by_rows, by_query_weight, by_key_weight = _norm_gradients(rows, weights, inverses, back, group)
     by_heads = [by_x.view(head.shape) for by_x, head in zip(by_rows, heads, strict=True)]

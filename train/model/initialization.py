@@ -73,6 +73,7 @@ def draw_normal(weights: Tensor, key: int, *, std: float, cut_at: float | None) 
 
     def draw(chunk: int) -> None:
         part = weights[chunk * CHUNK : (chunk + 1) * CHUNK]
+        # The low 64 bits of the counter count within the chunk, the higher ones are its number.
         generator = np.random.Philox(key=key, counter=chunk << 64)
         bits = generator.random_raw((len(part) + 1) // 2).view(np.int32)
         torch.mul(_standard_normal(torch.from_numpy(bits)[: len(part)], lowest), std, out=part)
@@ -89,6 +90,7 @@ def _threads() -> int:
 def _standard_normal(bits: Tensor, lowest: float) -> Tensor:
     """Return a standard normal number for every int32, none with less than `lowest` beyond it."""
     sign, magnitude = bits & -(1 << 31), bits & ((1 << 31) - 1)
+    # The 0.5 keeps the probability above 0, which has no quantile.
     beyond = magnitude.float().add_(0.5).mul_((0.5 - lowest) * 2.0**-31).add_(lowest)
 
     as_bits = beyond.view(torch.int32)
@@ -97,6 +99,7 @@ def _standard_normal(bits: Tensor, lowest: float) -> Tensor:
 
     first, rise = _quantiles()
     distance = rise.index_select(0, cell).mul_(fraction).add_(first.index_select(0, cell))
+    # A distance is not negative, so its sign bit is 0, and xor sets that of the number.
     distance.view(torch.int32).bitwise_xor_(sign)
     return distance
 
@@ -109,6 +112,7 @@ def _quantiles() -> tuple[Tensor, Tensor]:
     """
     mantissas = 1 + np.arange(1 << CELL_BITS) / (1 << CELL_BITS)
     octaves = 2.0 ** np.arange(FIRST_EXPONENT, -1)
+    # A probability of exactly 1/2 has a cell of its own, in which nothing rises.
     probabilities = [*np.outer(octaves, mantissas).flatten().tolist(), 0.5, 0.5]
     distances = np.array([-NormalDist().inv_cdf(probability) for probability in probabilities])
     return torch.from_numpy(distances[:-1]).float(), torch.from_numpy(np.diff(distances)).float()

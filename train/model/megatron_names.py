@@ -67,6 +67,7 @@ def hf_rows(name: str, model: ModelConfig) -> dict[str, list[tuple[int, int]]]:
     names = hf_names(name)
     rows = whole_shape(name, model)[0]
     if entry.fusion == "qkv":
+        # Rows of a group: those of its query heads, of the key head, of the value head.
         query_rows = model.num_attention_heads // model.num_key_value_heads * model.head_dim
         ends = [query_rows, query_rows + model.head_dim, query_rows + 2 * model.head_dim]
         groups = range(0, rows, ends[-1])
@@ -106,6 +107,7 @@ def unshard(name: str, shards: list[Tensor]) -> Tensor:
     """
     entry, _ = _entry(name)
     if entry.fusion == "gate_up":
+        # Every shard has its gate rows first; the whole has all gates before all ups.
         gates, ups = zip(*(part.chunk(2) for part in shards), strict=True)
         return torch.cat([*gates, *ups])
     return torch.cat(shards, dim=entry.shard_axis or 0)

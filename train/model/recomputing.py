@@ -17,6 +17,7 @@ def recomputed(
 
     `compute` returns the outputs once more, in the same memory layout; it runs at most once.
     """
+    # By storage: what autograd saves may be a view of an output.
     positions = {x.untyped_storage().data_ptr(): index for index, x in enumerate(outputs)}
     again = cache(compute)
 

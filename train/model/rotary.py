@@ -48,5 +48,6 @@ def rotated(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         [0.5403, 0.8415]
     """
     x_SBND = x_SBND.float()
+    # Half a head further: features are paired as i and i + D / 2, the convention of HF.
     other_half = x_SBND.roll(x_SBND.shape[-1] // 2, -1)
     return (x_SBND * cos).addcmul_(other_half, sin)

@@ -36,6 +36,7 @@ class AdamMoments(OptimizerConfig):
             gradients,
             states["exp_avg"],
             states["exp_avg_sq"],
+            # Maxima of the second moment, which AMSGrad alone keeps.
             [],
             [count] * len(weights),
             lr=step.rate,

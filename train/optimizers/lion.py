@@ -38,6 +38,7 @@ class Lion(OptimizerConfig):
     ) -> None:
         """Move weights by the sign of momentum and gradient, then the momentum to the gradient."""
         for weight, gradient, momentum in zip(weights, gradients, states["exp_avg"], strict=True):
+            # A lerp by 1 - b is b m + (1 - b) g.
             direction = momentum.lerp(gradient, 1 - self.beta1).sign_()
             weight.mul_(1 - step.rate * step.decay).add_(direction, alpha=-step.rate)
             momentum.lerp_(gradient, 1 - self.beta2)

@@ -38,6 +38,7 @@ def register(
 
     def before_step(stepping: torch.optim.Optimizer, *_: Any) -> None:
         for values in stepping.param_groups:
+            # By identity: to compare tensors with == compares their elements.
             members = set(map(id, values["params"]))
             of_group = [part for part in parts if id(part.weights) in members]
             _update(settings, optimizer, of_group, values["lr"], values["weight_decay"], group)
@@ -105,9 +106,11 @@ def _exchange(
     operations = []
     for index, part in enumerate(parts):
         for tensor, peer in _messages(part, updates[index], matrices.get(index)):
+            # On the way to the owner all others send; on the way back the owner does.
             send = to_owner == (index not in matrices)
             peer = dist.get_global_rank(group, peer) if group else peer
             operations.append(dist.P2POp(dist.isend if send else dist.irecv, tensor, peer, group))
+    # All at once: in turn, two ranks could each wait for the other to receive.
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 

@@ -58,7 +58,9 @@ def orthogonalized(matrix: "Tensor", dtype: "torch.dtype") -> "Tensor":
 
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
+    # The Gram matrix below is of the shorter side.
     x = (matrix.T if tall else matrix).to(dtype)
+    # The Frobenius norm is at least the largest singular value: none is above 1 after this.
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.T

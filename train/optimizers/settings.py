@@ -97,6 +97,7 @@ class OptimizerConfig(Frozen, ABC):
                 decay = self.weight_decay
                 return decay * rate / self.peak_lr if hidden else decay
             case "independent":
+                # Times the rate this is W r / peak_lr: how high the peak is does not matter.
                 return self.weight_decay / self.peak_lr
             case _:
                 assert_never(self.decay)

@@ -73,6 +73,7 @@ class GroupStepOptimizer(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             group["step"] += 1
+            # A matrix that was updated as a whole before this step has no gradient any more.
             weights = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not weights:
                 continue

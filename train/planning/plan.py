@@ -53,6 +53,7 @@ def fitting_layouts(
     batches up to the run's own, and `recompute`. Those that recompute whole layers come last, then
     the simplest split comes first, and of equals the one that recomputes nothing.
     """
+    # The batches of all stages of the warm-up have to divide over the replicas.
     layouts, common = [], math.gcd(*config.batch_sizes)
     for ranks, split, words in _shardings(config, gpus_per_node):
         replicas = world_size // ranks

@@ -40,6 +40,7 @@ def check_parent(run: RunConfig, parent: RunDirectory) -> None:
             f"{parent.path} has fingerprint {fingerprint(origin)}; name the run that was meant"
         )
     for key in MUST_AGREE:
+        # Compared key by key, so that a refusal names what differs.
         settings, parents = _compared(run, key), _compared(origin, key)
         if settings == parents:
             continue

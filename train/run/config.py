@@ -55,6 +55,7 @@ class RunConfig(Frozen):
     Where and how it is computed is not part of its identity: another layout may resume a run.
     """
 
+    # None of these changes an update, but for rounding: a run may resume with others.
     NOT_IDENTITY = frozenset(
         {"name", "parallel", "zero", "kernels", "recompute", "micro_batch_size", "saving"}
         | {"observe_every_steps", "probe", "factors"}
@@ -111,6 +112,7 @@ class RunConfig(Frozen):
     def _consistent(self) -> Self:
         if list(self.save_steps) != sorted(set(self.save_steps)) or not self.save_steps:
             raise ValueError("save_steps must rise strictly and not be empty")
+        # The last weights are the result of a run: they have to be a checkpoint.
         if self.save_steps[0] < 0 or self.save_steps[-1] != self.total_steps:
             raise ValueError(
                 f"save_steps must be in 0..{self.total_steps} and end with {self.total_steps}"
@@ -130,6 +132,7 @@ class RunConfig(Frozen):
         stages = [stage.until_step for stage in self.batch_warmup]
         if stages != sorted(set(stages)):
             raise ValueError(f"the stages of batch_warmup end at {stages}; let the steps rise")
+        # Slots and checkpoints of an average go by its name.
         names = [average.name for average in self.averages]
         if len(set(names)) != len(names):
             raise ValueError(f"an average is listed twice among {', '.join(names)}")
@@ -150,6 +153,7 @@ class RunConfig(Frozen):
             raise ValueError(f"the anneal starts at step {anneal.start_step}, inside the warm-up")
         if self.branch_from and self.start_from:
             raise ValueError("branch_from and start_from are two beginnings; remove one")
+        # A branch makes no step up to there: its parent has those checkpoints.
         if self.branch_from and self.save_steps[0] <= self.branch_from.step:
             raise ValueError(
                 f"save_steps must be greater than the branch's {self.branch_from.step}"
@@ -187,6 +191,7 @@ class RunConfig(Frozen):
             "vocab_size": model.vocab_size,
             "intermediate_size": model.intermediate_size,
         }
+        # Sequence parallelism cuts the tokens over the tensor ranks.
         if parallel.sequence:
             tensor["sequence_length"] = self.data.sequence_length
         for sizes, name, parts in (
@@ -215,6 +220,7 @@ class RunConfig(Frozen):
         """Return the sequences of all updates up to `step`: where the next one's data begin."""
         sequences, begin = 0, 0
         for stage in self.batch_warmup:
+            # A stage that ends after `step` stops there, and the later ones add nothing.
             end = min(step, stage.until_step)
             sequences += (end - begin) * stage.batch_size
             begin = end
@@ -233,6 +239,7 @@ class RunConfig(Frozen):
     def warmup_steps(self) -> int:
         """Return the updates until the learning rate has reached its peak."""
         peak = self.schedule.warmup_tokens
+        # A step has at least one token, so the peak is reached within `peak` steps.
         return bisect.bisect_left(range(peak), peak, key=self.tokens_at)
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -268,6 +275,7 @@ def load_run(path: Path) -> RunConfig:
         raise UserError(f"{path} does not exist; give a run directory with a run.json") from None
     stated = content.pop("fingerprint", None)
     config = as_model(RunConfig, content, path)
+    # The first start writes the fingerprint: without one the file may still be edited.
     if stated is not None and stated != fingerprint(config):
         raise UserError(
             f"{path} was edited: it states fingerprint {stated}, not {fingerprint(config)}; use"

@@ -88,6 +88,7 @@ def step_of(name: str) -> int:
 
 def _complete_steps(parent: Path) -> list[int]:
     names = [path.parent.name for path in parent.glob(f"step*/{CHECKPOINT_JSON}")]
+    # Averages have names that begin otherwise, and unfinished directories begin with a point.
     return sorted(int(name[4:]) for name in names if re.fullmatch(r"step\d{8,}", name))
 
 

@@ -89,8 +89,10 @@ def _checked(row: Any) -> dict[str, Any]:
 
 def _strip(rows: list[dict[str, Any]], of_step: list[tuple[int, int]]) -> None:
     """Remove from the rows of a step each figure that a later attempt or line has written again."""
+    # An attempt that trained the step again makes all figures of earlier attempts stale.
     trained = max((attempt for attempt, index in of_step if TRAINED in rows[index]), default=0)
     later_keys: set[str] = set()
+    # The latest first: by attempt, and within one by line.
     for attempt, index in sorted(of_step, reverse=True):
         keys = rows[index].keys() - later_keys - ROW_KEYS if attempt >= trained else set()
         later_keys |= keys

@@ -68,6 +68,7 @@ class ProbeConfig(Frozen):
         wait. Rounding itself is not counted: on a CPU it took 5% of a probe of 160M parameters, and
         half of one of a million.
         """
+        # With exact weights, with each width, and for inputs on one replica while the others wait.
         passes = 1 + len(self.bits) + (replicas if self.layers != () else 0)
         return passes * self.sequences / (3 * self.every_steps * batch_size)
 
@@ -108,6 +109,7 @@ class ProbeConfig(Frozen):
     def _check_groups(self, model: ModelConfig, tensor: int) -> None:
         """Raise ValueError unless every rank's inputs of every linear are whole groups."""
         shapes, layers = parameter_shapes(model), range(model.num_hidden_layers)
+        # Tensor parallelism cuts the inputs of these alone.
         cut = {name for layer in layers for name in residual_linears(model, layer)}
         inputs = {
             name: shapes[name][1] // (tensor if name in cut else 1)

@@ -134,11 +134,13 @@ class Watchdog:
         last_position, silent = self._position, 0
         while self._alive():
             position = self._position
+            # Nothing is judged before the first step, which may compile for minutes.
             if position != last_position or not self._step_seconds:
                 last_position, silent = position, 0
                 continue
             silent += 1
             still = SAVING_BEATS if position[1] == LoopPhase.SAVE else STILL_BEATS
+            # Judging takes `still` more beats: the verdict falls when the allowed time is over.
             if silent >= BEATS * self._allowed_seconds() / self._hang_seconds - still:
                 self._judge(position, still)
                 silent = 0
@@ -151,6 +153,7 @@ class Watchdog:
         )
         path = self._directory.heartbeat(self._rank)
         with contextlib.suppress(OSError):  # a full disk ends a run by its checkpoints
+            # Renamed into place, so that no other rank reads half a heartbeat.
             aside = path.with_suffix(".aside")
             aside.write_text(json.dumps(beat))
             aside.replace(path)
@@ -166,6 +169,7 @@ class Watchdog:
             if not self._alive() or self._position != position:
                 return
         now = self._heartbeats()
+        # Beats count up: a heartbeat that is the same after so long is of a rank that is not alive.
         dead = [beat for beat in now if beat == earlier[beat.rank] and beat.rank != self._rank]
         if position[1] == LoopPhase.SAVE and not dead:
             return
@@ -200,4 +204,5 @@ class Watchdog:
                 self._attempt.record_end("failed", last_step, line)
         if not speaks:
             time.sleep(SPEAKING_SECONDS)
+        # sys.exit would end this thread alone, and the main thread is what hangs.
         os._exit(os.EX_TEMPFAIL)
