@@ -21,11 +21,12 @@ from base.environment import environment
 from base.errors import UserError
 from base.files import take_lock, write_json
 from base.gpus import check_fp32
+from base.grouping import grouped
 from base.reading import read_json, read_model
 from slurm import cluster
 from slurm.job import health
 from slurm.job.rendezvous import torchrun_of_nodes
-from slurm.site import KINDS, JobKind, Site
+from slurm.site import KINDS, Site
 from slurm.submission.script import allocation_options, on_every_node, preamble, srun_prefix
 from slurm.submission.submit import check_start
 from study.step import torchrun
@@ -103,10 +104,9 @@ def checks_here(site: Site) -> Iterator[Check]:
 
 def srun_options_in_words(site: Site) -> str:
     """Return the site's own options of srun, by the kinds of jobs that have them."""
-    kinds_by_options: dict[str, list[JobKind]] = {}
-    for kind in KINDS:
-        options = " ".join(site.resources_of(kind).srun_options or ("none",))
-        kinds_by_options.setdefault(options, []).append(kind)
+    kinds_by_options = grouped(
+        KINDS, lambda kind: " ".join(site.resources_of(kind).srun_options or ("none",))
+    )
     if len(kinds_by_options) == 1:
         return next(iter(kinds_by_options))
     return "; ".join(f"{', '.join(kinds)}: {words}" for words, kinds in kinds_by_options.items())

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_words import PROJECT, sources
+from tests.test_imports import PROJECT
+from tests.test_words import sources
 
 PROMPT = ">>> "
 WITH_EXAMPLES = [path for path in sources() if PROMPT in path.read_text()]

@@ -4,19 +4,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parent.parent
-FOLDERS = (
-    "base",
-    "train",
-    "ckpt_tools",
-    "quant_eval",
-    "curvature",
-    "study",
-    "dynamics",
-    "slurm",
-    "install",
-    "docs",
-)
+from tests.test_imports import MAY_IMPORT, PROJECT
+
+FOLDERS = tuple(MAY_IMPORT)
 ALL = (*FOLDERS, "tests")
 # A docstring says what its function does, or names what its class is.
 VAGUE = {"What", "Whether", "Of", "Where", "Which", "How", "From", "For"}

@@ -54,8 +54,13 @@ LogRatios = dict[str, list[float]]  # by training
 )
 def over_checkpoints(evidence: Evidence) -> list[Verdict]:
     """Correlate error and each measure of curvature over all checkpoints."""
+    return _by_measure(_correlated, evidence)
+
+
+def _by_measure(judge: Callable[[Evidence, Column], Verdict], evidence: Evidence) -> list[Verdict]:
+    """Return a verdict on the error and each measure of curvature."""
     return [
-        judged(f"{column.title} and KL divergence", _correlated, evidence, column)
+        judged(f"{column.title} and KL divergence", judge, evidence, column)
         for column in _planned(evidence)
     ]
 
@@ -96,10 +101,7 @@ def _judged_by(value: float, p_value: float, effect: str, words: str) -> Verdict
 )
 def in_the_decay(evidence: Evidence) -> list[Verdict]:
     """Compare curvature and error of annealed weights with their controls at equal tokens."""
-    return [
-        judged(f"{column.title} and KL divergence", _risen, evidence, column)
-        for column in _planned(evidence)
-    ]
+    return _by_measure(_risen, evidence)
 
 
 def _risen(evidence: Evidence, column: Column) -> Verdict:

@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
+from base.grouping import grouped
+
 LEVEL = 0.9  # coverage of the intervals
 LEAST_SPREAD = 1e-6  # singular value of the terms, which are logs: below, they are one term
 LEAST_COOLDOWNS = 10  # below, a ranking is that of these cooldowns
@@ -204,10 +206,10 @@ class ForecastScore:
     @property
     def by_group(self) -> dict[str, float]:
         """The mean of `errors` over the seeds of each group."""
-        groups: dict[str, list[float]] = {}
-        for scored in self.forecasts:
-            groups.setdefault(scored.cooldown.group, []).append(scored.error)
-        return {group: fmean(errors) for group, errors in groups.items()}
+        groups = grouped(self.forecasts, lambda scored: scored.cooldown.group)
+        return {
+            group: fmean(scored.error for scored in members) for group, members in groups.items()
+        }
 
     @property
     def covered(self) -> tuple[int, int]:

@@ -6,6 +6,7 @@ Nothing here asks SLURM or writes a file: the same study and limits give the sam
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from base.grouping import grouped
 from slurm.site import JobKind, JobLimits
 from study import steps as pipeline
 from study.definition import KINDS, Study
@@ -143,11 +144,10 @@ class _Planner:
 
     def ends(self) -> Iterator[JobArray]:
         """Yield an element per run for what is measured of its last checkpoint alone."""
-        by_run: dict[str, list[str]] = {}
-        for step in self.steps:
-            if step.kind in AT_THE_END:
-                by_run.setdefault(step.run, []).append(step.name)
-        yield from self.arrays("ends", "quantize", [tuple(names) for names in by_run.values()])
+        at_the_end = [step for step in self.steps if step.kind in AT_THE_END]
+        by_run = grouped(at_the_end, lambda step: step.run)
+        elements = [tuple(step.name for step in steps) for steps in by_run.values()]
+        yield from self.arrays("ends", "quantize", elements)
 
     def arrays(self, name: str, kind: JobKind, elements: Elements) -> Iterator[JobArray]:
         """Yield arrays of these elements, as many as they need."""

@@ -24,7 +24,7 @@ def kept_averages(study: Study) -> list[Lawa | Ema]:
 
 def average_label(average: Lawa | Ema, others: Iterable[Lawa | Ema]) -> str:
     """Return 'LAWA', or its whole name where `others` holds a second of its kind."""
-    # Two averages of a kind need their lengths to be told apart.
+    # Two averages of a kind differ in their lengths, which the whole name has.
     alone = sum(other.kind == average.kind for other in others) == 1
     return average.kind.upper() if alone else average.name
 

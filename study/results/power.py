@@ -13,6 +13,7 @@ import numpy as np
 from scipy.special import nctdtr, stdtrit
 
 from base.errors import UserError
+from base.grouping import grouped
 from base.statistics import INTERVAL_LEVEL
 from quant_eval.estimate import (
     AXES,
@@ -206,10 +207,8 @@ def power_lines(study: Study, rows: Rows, paired: Paired, share: float) -> Itera
 
 def _compared(ends: Sequence[RunSummary], column: str) -> dict[str, list[list[Weighted]]]:
     """Return the comparisons of at least two seeds by their kind, each with its replicates."""
-    groups: dict[str, list[RunSummary]] = {}
-    for end in ends:
-        if end.last is not None and end.last.get(column) is not None:
-            groups.setdefault(end.group, []).append(end)
+    measured = [end for end in ends if end.last is not None and end.last.get(column) is not None]
+    groups = grouped(measured, lambda end: end.group)
 
     # a comparison for each seed, by group or by neighbouring groups
     annealed, neighbours = list[list[Weighted]](), list[list[Weighted]]()

@@ -21,6 +21,18 @@ Residual = Literal["sequential", "configured"]  # configured: parallel where con
 Activation = Literal["swiglu", "xielu", "gelu"]
 
 HIDDEN_ACTS: dict[Activation, str] = {"swiglu": "silu", "xielu": "xielu", "gelu": "gelu"}
+# Shapes of the weights of attention and of a gated MLP, in the order of the model.
+GATED_LINEARS: Mapping[str, tuple[Size, ...]] = MappingProxyType(
+    {
+        "self_attn.q_proj": ("hidden", "hidden"),
+        "self_attn.k_proj": ("key_value", "hidden"),
+        "self_attn.v_proj": ("key_value", "hidden"),
+        "self_attn.o_proj": ("hidden", "hidden"),
+        "mlp.gate_proj": ("wide", "hidden"),
+        "mlp.up_proj": ("wide", "hidden"),
+        "mlp.down_proj": ("hidden", "wide"),
+    }
+)
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 

@@ -1,6 +1,6 @@
 """Llama (arXiv 2302.13971), and Amber (arXiv 2312.06550), whose models are of it."""
 
-from train.model.families.family import Family, Trainable
+from train.model.families.family import GATED_LINEARS, Family, Trainable
 from train.model.families.released import Curve, Stage, Trajectory, main
 
 
@@ -23,13 +23,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     training=Trainable(
         layer={
-            "self_attn.q_proj": ("hidden", "hidden"),
-            "self_attn.k_proj": ("key_value", "hidden"),
-            "self_attn.v_proj": ("key_value", "hidden"),
-            "self_attn.o_proj": ("hidden", "hidden"),
-            "mlp.gate_proj": ("wide", "hidden"),
-            "mlp.up_proj": ("wide", "hidden"),
-            "mlp.down_proj": ("hidden", "wide"),
+            **GATED_LINEARS,
             "input_layernorm": ("hidden",),
             "post_attention_layernorm": ("hidden",),
         },

@@ -6,7 +6,13 @@ ladder of small models is allenai/OLMo-core's.
 
 import math
 
-from train.model.families.family import Family, Megatron, MegatronParameter, Trainable
+from train.model.families.family import (
+    GATED_LINEARS,
+    Family,
+    Megatron,
+    MegatronParameter,
+    Trainable,
+)
 from train.model.families.released import B, Curve, Stage, T, Trajectory, averaged, line_of
 
 PAPER, CONFIGS = "arXiv 2501.00656 Table 3", "allenai/OLMo configs"
@@ -213,13 +219,7 @@ OLMO2 = Family(
     mlp_norm="post_feedforward_layernorm",
     training=Trainable(
         layer={
-            "self_attn.q_proj": ("hidden", "hidden"),
-            "self_attn.k_proj": ("key_value", "hidden"),
-            "self_attn.v_proj": ("key_value", "hidden"),
-            "self_attn.o_proj": ("hidden", "hidden"),
-            "mlp.gate_proj": ("wide", "hidden"),
-            "mlp.up_proj": ("wide", "hidden"),
-            "mlp.down_proj": ("hidden", "wide"),
+            **GATED_LINEARS,
             "self_attn.q_norm": ("hidden",),
             "self_attn.k_norm": ("key_value",),
             "post_attention_layernorm": ("hidden",),
