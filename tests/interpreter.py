@@ -323,8 +323,13 @@ def _wait_for(pid: int) -> None:
     if pid == 0:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         return
+
+    def hand_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):  # it ended a moment ago
+            os.kill(pid, number)
+
     for number in (1, 2, 3, 10, 12, 15):
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.signal(number, hand_on)
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:

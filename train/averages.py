@@ -123,6 +123,7 @@ class Averages:
         for index, shard in enumerate(weights):
             _mean_into(shard, [member[index] for member in members])
         self._engine.publish_weights()
+        # Not in a `finally`: publishing meets all ranks, and an error may be of this one alone.
         yield
         for shard, saved_shard in zip(self._engine.weights(), saved, strict=True):
             shard.copy_(saved_shard)

@@ -113,6 +113,8 @@ def rounded(engine: Engine, spec: str, rounding: Rounding) -> Iterator[None]:
     exact = [weight_OI.to("cpu", copy=True) for weight_OI in weights]
     for weight_OI in weights:
         weight_OI.copy_(rounding([spec], weight_OI, None, "a linear")[0])
-    yield
-    for weight_OI, exact_OI in zip(weights, exact, strict=True):
-        weight_OI.copy_(exact_OI)
+    try:
+        yield
+    finally:
+        for weight_OI, exact_OI in zip(weights, exact, strict=True):
+            weight_OI.copy_(exact_OI)

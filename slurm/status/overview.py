@@ -4,6 +4,7 @@
 submission: no typed text enters a path.
 """
 
+import itertools
 import re
 import time
 from collections import deque
@@ -211,18 +212,22 @@ def hours_of(now: ElementSurvey, trainings: dict[str, Training], moment: float) 
 def _used(now: ElementSurvey, element: Element, moment: float) -> float:
     """Return the node-seconds of an element's starts.
 
-    A start that recorded no end is taken to end when its log was last written.
+    A start that recorded no end is taken to end when its log was last written, at the latest when
+    the next one began.
     """
+    state, starts = now.states.get(element), starts_of(now.study_dir, element)
+    at_work = state is not None and not state.has_ended and not state.waits
     seconds = 0.0
-    for start in starts_of(now.study_dir, element):
+    for start, following in itertools.zip_longest(starts, starts[1:]):
         until = start.get("until")
-        state = now.states.get(element)
-        # SLURM has the element at work: its hours count up to now.
-        if until is None and state and not state.has_ended and not state.waits:
+        # SLURM has the element at work: the hours of its newest start count up to now.
+        if until is None and following is None and at_work:
             until = moment
         if until is None:
             log = log_of(now.study_dir, element[0], start["job"])
             until = log.stat().st_mtime if log.exists() else start["time"]
+            # A requeued job appends to the log of its earlier start.
+            until = min(until, following["time"]) if following else until
         seconds += start["nodes"] * max(0.0, until - start["time"])
     return seconds
 

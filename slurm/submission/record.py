@@ -270,7 +270,7 @@ class _Start(Frozen):
 
     job: str
     restart: int
-    host: str = ""
+    host: str | None = None
     nodes: int | None = None
     time: float | None = None
     position: int | None = None

@@ -58,7 +58,7 @@ class Daemon:
         """Return its process number, or None if it does not run."""
         try:
             number = int(self.pid_file.read_text())
-            command_line = Path(f"/proc/{number}/cmdline").read_bytes()
+            command_line = _command_line(Path(f"/proc/{number}"))
         except (FileNotFoundError, ProcessLookupError, ValueError):
             return None  # never started, ended, or ending: some empty their file first
 
@@ -86,7 +86,8 @@ class Daemon:
             return ready() or self.number() is None
 
         wait_until(ready_or_ended, f"{self.name} ready")
-        assert self.number(), f"{self.name} ended; read {self.directory}/log/{self.name}.out"
+        log = self.directory / f"log/{self.name}.out"
+        assert self.number(), f"{self.name} ended: {log.read_text()[-2000:]}"
 
     def end(self, sent: signal.Signals = signal.SIGKILL) -> None:
         """End it with this signal, and with SIGKILL if it takes too long."""
@@ -96,6 +97,16 @@ class Daemon:
                 os.kill(number, sent if time.monotonic() < end else signal.SIGKILL)
             time.sleep(0.05)
         self.pid_file.unlink(missing_ok=True)
+
+
+def _command_line(process: Path) -> bytes:
+    """Return the command line of a process in /proc; empty for one that has ended."""
+    while not (words := (process / "cmdline").read_bytes()):
+        state = (process / "stat").read_text().rpartition(") ")[2][0]
+        # Empty also while `exec` exchanges the program: that is at work or waits for the disk.
+        if state not in "RD":
+            break
+    return words
 
 
 def free_ports(count: int) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,7 @@ def test_starts_are_read_as_they_were_recorded(tmp_path, monkeypatch):
     first, second = starts_of(tmp_path, ("train", 0))
     assert (first["restart"], first["position"], first["ended"]) == (2, 100, "asked")
     assert first["until"] >= first["time"]
+    assert first["host"] == second["host"] == socket.gethostname()
     assert (second["nodes"], second.get("ended")) == (4, None)
 
 

@@ -1,6 +1,7 @@
 """The words of `status`, of studies that were written by hand and answers that SLURM would give."""
 
 import json
+import os
 import random
 import re
 import time
@@ -15,7 +16,7 @@ from slurm import cluster
 from slurm.status.overview import last_error, look, situation_of
 from slurm.status.table import lines_of, measuring_rows, training_rows
 from slurm.status.trainings import straggler_of, tail_rows, training_of
-from slurm.submission.record import append
+from slurm.submission.record import append, log_of
 from study.steps import steps_of
 from tests.slurm.studies import (
     in_state,
@@ -174,9 +175,15 @@ def test_node_hours_are_those_of_the_starts(study_dir, study, answers, monkeypat
     train = {name: submission.element_ids[name] for name in (("train", 0), ("train", 1))}
     lines = study_dir / "slurm/starts/train-0.jsonl"
     lines.parent.mkdir()
+    # Killed: it recorded no end, and its log was written for 1,200 s.
+    log = log_of(study_dir, "train", "1_7")
+    log.parent.mkdir(exist_ok=True)
+    log.touch()
+    os.utime(log, (1300.0, 1300.0))
     for start in (
-        {"job": train["train", 0], "restart": 0, "nodes": 2, "time": 1000.0, "position": 0},
-        {"job": train["train", 0], "restart": 0, "ended": "failed", "until": 1000.0 + 3600},
+        {"job": "1_7", "restart": 0, "nodes": 3, "time": 100.0, "position": 0},
+        {"job": train["train", 0], "restart": 0, "nodes": 2, "time": 2000.0, "position": 0},
+        {"job": train["train", 0], "restart": 0, "ended": "failed", "until": 2000.0 + 3600},
         {"job": train["train", 0], "restart": 1, "nodes": 4, "time": 9000.0, "position": 0},
     ):
         with lines.open("a") as file:
@@ -186,12 +193,12 @@ def test_node_hours_are_those_of_the_starts(study_dir, study, answers, monkeypat
     write_metrics(study_dir, study.runs[0].name, range(1, 3), attempt=1, tokens_per_second=10.0)
     monkeypatch.setattr(time, "time", lambda: 9000.0 + 1800)
     hours = look(study_dir).hours
-    assert hours.used == 2 * 1 + 4 * 0.5
+    assert hours.used == pytest.approx(3 * 1200 / 3600 + 2 * 1 + 4 * 0.5)
     left = study.runs[0].total_tokens - 2 * 2000
     assert hours.expected == pytest.approx(left / 10 / 3600)
     assert (hours.queued, hours.next_start) == (1, "2031-01-01T08")
     assert hours.waiting_hours == 3.0
-    assert "node-hours: 4 used; " in told_of(study_dir)
+    assert "node-hours: 5 used; " in told_of(study_dir)
     assert "1 element queued, the first for 3 h; next start expected 2031-01-01T08" in told_of(
         study_dir
     )

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from slurm.submission.advance import cancel
-from slurm.submission.record import starts_of
+from slurm.submission.record import log_of, starts_of
 from slurm.submission.submit import submit
 from study.pipeline.ledger import Ledger
 from study.steps import steps_of
@@ -49,7 +49,9 @@ def test_a_study_as_jobs_gives_the_table_of_the_local_runner(
     (run,) = study.runs
     # The rank's end is another attempt in the same allocation, the supervisor's another job.
     assert len(attempts(study_dir, run.name)) == 3
-    assert len(starts_of(study_dir, ("train", 0))) == 2
+    starts = starts_of(study_dir, ("train", 0))
+    logs = [log_of(study_dir, "train", start["job"]).read_text() for start in starts]
+    assert len(starts) == 2, "\n".join(logs)
     assert (study_dir / "report.html").is_file()
 
 
