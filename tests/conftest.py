@@ -114,6 +114,14 @@ def in_process(capsys):
     return run
 
 
+@pytest.fixture
+def tf32():
+    """torch as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 sets it."""
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory) -> Path:
     """A byte-level BPE tokenizer of 320 tokens, end-of-text has id 0."""

@@ -135,12 +135,15 @@ def torchrun(processes: int, *arguments: str, python: str = sys.executable) -> l
 
 
 def execute(
-    command: list[str], timeout_seconds: float = HANG_SECONDS, **kwargs
+    command: list[str],
+    timeout_seconds: float = HANG_SECONDS,
+    variables: dict[str, str] | None = None,
+    **kwargs,
 ) -> subprocess.CompletedProcess:
-    """Runs a command to its end and returns its output and exit code."""
+    """Runs a command to its end, with these variables too; returns its output and exit code."""
     return subprocess.run(
         command,
-        env=environment(),
+        env=environment() | (variables or {}),
         capture_output=True,
         text=True,
         timeout=timeout_seconds,
@@ -172,6 +175,14 @@ def ended(forked: Forked, timeout_seconds: float = HANG_SECONDS) -> subprocess.C
 def refusal(run_dir: Path) -> str:
     """The one line by which a training is refused."""
     return error_line(python("train", "run", str(run_dir)))
+
+
+def write_program(path: Path, text: str) -> Path:
+    """Write a script that can be started, such as a stand-in for a program of the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
 
 
 def succeed(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:

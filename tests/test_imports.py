@@ -6,34 +6,22 @@ import ast
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
+CHECKPOINTS = {"base", "train", "ckpt_tools"}
+STUDIES = CHECKPOINTS | {"quant_eval", "curvature", "study"}
 MAY_IMPORT = {
     "install": {"base", "quant_eval"},  # the latter by the check of a .venv that is complete
     "base": set(),
     "train": {"base"},
     "ckpt_tools": {"base", "train"},
-    "quant_eval": {"base", "train", "ckpt_tools"},
-    "curvature": {"base", "train", "ckpt_tools"},
-    "study": {"base", "train", "ckpt_tools", "quant_eval", "curvature"},
-    "dynamics": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "study"},
-    "slurm": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "study"},
-    "docs": {
-        "base",
-        "train",
-        "ckpt_tools",
-        "quant_eval",
-        "curvature",
-        "study",
-        "dynamics",
-        "slurm",
-    },
+    "quant_eval": CHECKPOINTS,
+    "curvature": CHECKPOINTS,
+    "study": STUDIES - {"study"},
+    "dynamics": STUDIES,
+    "slurm": STUDIES,
+    "docs": STUDIES | {"dynamics", "slurm"},
 }
-OPEN_TO_ALL = {
-    "run",
-    "data",
-    "model",
-    "optimizers",
-    "planning",
-}  # folders of train/ that need no engine
+# Folders of train/ that need no engine.
+OPEN_TO_ALL = {"run", "data", "model", "optimizers", "planning"}
 ENGINES = {"megatron", "deepspeed"}
 
 FILES = [path for folder in MAY_IMPORT for path in sorted((PROJECT / folder).rglob("*.py"))]

@@ -48,7 +48,7 @@ def names_of_libraries(tree: ast.AST) -> dict[str, str]:
     return {local: name for local, name in names.items() if name.partition(".")[0] not in known}
 
 
-def own_names(tree: ast.AST) -> set[str]:
+def names_given_in(tree: ast.AST) -> set[str]:
     """Names that this project gives to methods, functions and attributes."""
     names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
@@ -60,7 +60,7 @@ def own_names(tree: ast.AST) -> set[str]:
     return names
 
 
-OWN = {name for path in FILES for name in own_names(ast.parse(path.read_text()))}
+OUR_NAMES = {name for path in FILES for name in names_given_in(ast.parse(path.read_text()))}
 
 
 def uses(path: Path) -> Iterator[Found]:
@@ -79,9 +79,9 @@ def uses(path: Path) -> Iterator[Found]:
             case ast.Attribute(value=value, attr=name, ctx=context):
                 of_library = root(value) in libraries
                 replaced = isinstance(context, ast.Store) and of_library
-                own = name in OWN and not of_library
-                own |= isinstance(value, ast.Name) and value.id in ("self", "cls")
-                if replaced or (is_private(name) and not own and name not in PROMISED):
+                ours = name in OUR_NAMES and not of_library
+                ours |= isinstance(value, ast.Name) and value.id in ("self", "cls")
+                if replaced or (is_private(name) and not ours and name not in PROMISED):
                     yield file, name
             case ast.Call(func=ast.Name(id="replace"), args=[_, ast.Constant(value=str(name)), _]):
                 yield file, name
@@ -96,8 +96,7 @@ def root(node: ast.expr) -> str | None:
 
 
 def test_every_private_name_is_in_the_table_and_every_row_is_used():
-    product = [path for path in FILES if path.relative_to(PROJECT).parts[0] != "tests"]
-    used = {use for path in product for use in uses(path)}
+    used = {use for path in FILES for use in uses(path)}
     assert used - LISTED == set()
     texts = {user: (PROJECT / user).read_text() for user, _ in LISTED}
     assert [(user, name) for user, name in LISTED if name not in texts[user]] == []
@@ -140,10 +139,10 @@ def members(owner: str) -> set[str]:
         match node:
             case ast.ClassDef(name=name) if name == last:
                 return bound(node)
-            case ast.ImportFrom(module=place, level=level, names=aliases):
+            case ast.ImportFrom(module=imported, level=level, names=aliases):
                 if last in {alias.asname or alias.name for alias in aliases}:
                     above = package.rsplit(".", level - 1)[0] if level else None
-                    return members(".".join(filter(None, [above, place, last])))
+                    return members(".".join(filter(None, [above, imported, last])))
     raise AssertionError(f"{owner} has gone")
 
 

@@ -1,19 +1,20 @@
 """The software of a process: versions, where they come from, and what differs from the lock."""
 
 import json
+import os
 import shutil
 import site
-import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from base import environment
 from base.environment import software
-
-PROJECT = Path(__file__).resolve().parent.parent.parent
+from tests.present import present
+from tests.runs import PROJECT, execute
 
 
 def locked(name: str, lock: str = "requirements.lock") -> str:
@@ -122,9 +123,7 @@ def test_no_place_of_this_machine_is_recorded(container, monkeypatch):
 def test_a_copy_without_a_lock_compares_nothing(tmp_path):
     shutil.copytree(PROJECT / "base", tmp_path / "base")
     command = "from base.environment import software; print(software()['differs_from_tested'])"
-    done = subprocess.run(
-        [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = execute([sys.executable, "-c", command], cwd=tmp_path)
     assert done.stdout == "None\n", done.stderr
 
 
@@ -146,25 +145,14 @@ def test_a_copy_without_a_lock_compares_nothing(tmp_path):
         ),
     ],
 )
-def test_the_container_by_its_variables(monkeypatch, variables, expected):
-    for name in (
-        *("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "QUANTDYN_IMAGE"),
-        *("NVIDIA_PYTORCH_VERSION", "NVIDIA_BUILD_ID"),
-    ):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert environment._container() == expected
+def test_the_container_by_its_variables(variables, expected):
+    with mock.patch.dict(os.environ, variables, clear=True):
+        assert environment._container() == expected
 
 
 def test_the_drivers_version_is_read_off_both_kinds_of_its_file():
-    proprietary = (
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025"
-    )
-    open_source = (
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
-    )
-    for text in (proprietary, open_source):
-        version = environment.DRIVER.search(text)
-        assert version
-        assert version[0] == "580.95.05"
+    for text in (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build",
+    ):
+        assert present(environment.DRIVER.search(text))[0] == "580.95.05"

@@ -12,7 +12,7 @@ import pytest
 
 from base.errors import UserError, printable
 from base.files import open_to_readers, replaced_file, scratch_directory, take_lock, write_json
-from base.reading import read_json, read_regular
+from base.reading import read_regular
 from tests.waiting import wait_until
 
 
@@ -24,21 +24,6 @@ def test_a_pipe_or_a_device_is_refused_at_once(tmp_path):
             read_regular(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "none")
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "{", "\xff", ""])
-def test_what_is_no_json_is_a_value_error(tmp_path, text):
-    path = tmp_path / "file.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r".") as refused:
-        read_json(path)
-    assert not isinstance(refused.value, RecursionError)
-
-
-def test_a_byte_order_mark_is_read_over(tmp_path):
-    path = tmp_path / "run.json"
-    path.write_text('{"a": "caf\u00e9"}', encoding="utf-8-sig")
-    assert read_json(path) == {"a": "caf\u00e9"}
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o002, 0o664), (0o022, 0o644)])

@@ -1,7 +1,6 @@
 """Names that users guess, command lines that cannot be meant, and programs without libraries."""
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -10,7 +9,7 @@ from base.errors import one_line
 from base.names import MOST_LISTED, SYNONYMS, dotted_keys, nearest, take_one_of
 from docs.commands import entries
 from study.recipes.resolve import recipe_names, resolve
-from tests.runs import PROJECT, python
+from tests.runs import PROJECT, execute, python
 from tests.waiting import interruptible
 
 KEYS = list(
@@ -60,10 +59,7 @@ def test_long_lists_are_cut():
 LINES = (
     ("study shwo tiny", "'python -m study' has no command 'shwo'; did you mean show?"),
     ("curvature trace a", "did you mean hutchinson? Else take one of hutchinson, lanczos, step"),
-    ("train prepare-data", "has no command 'prepare-data'; did you mean prepare?"),
-    ("quant_eval quantize", "has no command 'quantize'; did you mean run?"),
     ("quant_eval run a --device gpu", "--device cannot be 'gpu'; did you mean cuda?"),
-    ("quant_eval run a --dtype bfloat16", "--dtype cannot be 'bfloat16'; did you mean bf16?"),
     ("study run tiny --profil smoke", "has no option --profil; did you mean --profile?"),
     ("study run", "Missing argument 'name'; see 'python -m study run --help'"),
     ("train prepare a --out", "Option '--out' requires an argument; see 'python -m train"),
@@ -74,7 +70,6 @@ LINES = (
         "no recipe 'tinny'; did you mean tiny? Else take one of tiny, olmo2-7b-lr",
     ),
     ("study show tiny --set steps=10", "no such setting; did you mean total_steps?"),
-    ("study show tiny --set peak_lr=1", "did you mean optimizer.peak_lr?"),
     ("study show tiny --profile smok", "no profile 'smok'; did you mean smoke?"),
     (f"study show tiny --set seed={'9' * 5000}", "a number of 5,000 digits; give another value"),
     (f"study show tiny --set zero={'[' * 5000}{']' * 5000}", "nested more than 64 deep; give"),
@@ -102,12 +97,13 @@ def test_no_words_are_answered_with_the_help():
 def test_of_a_line_that_is_too_long_both_ends_are_shown():
     line = one_line("begin\x1b[31m " + "a" * 100_000 + "\n; end")
     assert len(line) < 1100
-    assert (line[:11], line[-6:]) == ("begin?[31m ", " ; end"[-6:])
+    assert line.startswith("begin?[31m ")
+    assert line.endswith(" ; end")
 
 
 def test_a_python_without_the_libraries_says_where_they_are():
     command = [sys.executable, "-S", "-m", "study", "list"]  # without site-packages
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    done = execute(command, cwd=PROJECT)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "has no typer; make .venv with 'make venv' and start .venv/bin/python" in line
@@ -116,10 +112,7 @@ def test_a_python_without_the_libraries_says_where_they_are():
 def test_an_interrupt_of_slow_imports_is_one_word(tmp_path):
     """The library that the program imports first sends the signal itself."""
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    path = os.pathsep.join([str(tmp_path), str(PROJECT)])
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT)])}
     command = [sys.executable, "-m", "study", "list"]
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env=environment, preexec_fn=interruptible
-    )  # fmt: skip
+    done = execute(command, cwd=tmp_path, variables=variables, preexec_fn=interruptible)
     assert (done.returncode, done.stderr) == (-2, "interrupted\n")

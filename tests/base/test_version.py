@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from base.environment import environment
 from docs.commands import FOLDERS
 from tests.lacking import skip
-from tests.runs import environment as variables
+from tests.runs import PROJECT, execute
 
-PROJECT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"]
 LINE = re.compile(
     rf"quantdyn {re.escape(VERSION)} \((commit ([0-9a-f]{{7}})( with uncommitted changes)?, )?"
@@ -49,10 +47,6 @@ def test_commands_show_versions_without_an_import_of_what_is_slow():
     lines = done.stdout.splitlines()
     assert len(lines) == len(FOLDERS)
     assert all(LINE.fullmatch(line) for line in lines), done.stdout
-
-
-def test_a_record_has_the_version():
-    assert environment()["quantdyn"] == VERSION
 
 
 def git(directory: Path, *arguments: str) -> str:
@@ -117,7 +111,4 @@ def test_folders_without_their_version_are_refused(tmp_path):
 
 
 def python(copy: Path, code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-B", "-c", code]
-    return subprocess.run(
-        command, cwd=copy, env=variables(), capture_output=True, text=True, check=False
-    )
+    return execute([sys.executable, "-B", "-c", code], cwd=copy)

@@ -11,13 +11,12 @@ import torch
 from tests.bench.curvature import curvature_lines
 from tests.bench.export import export_lines
 from tests.bench.quantization import quantization_lines
-from tests.runs import execute, torchrun
+from tests.runs import execute, succeed, torchrun
 
 
 def lines_of(command: list[str]) -> list[str]:
     """Lines of a comparison that takes processes of its own."""
-    done = execute(command, timeout_seconds=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = succeed(execute(command, timeout_seconds=900))
     return [line for line in done.stdout.splitlines() if " / " in line]
 
 

@@ -36,7 +36,7 @@ from tests.bench import line
 from tests.conftest import make_hf_directory
 from tests.curvature.conftest import differentiable_gradient
 from tests.curvature.libraries import LIBRARIES, Product
-from tests.runs import execute
+from tests.runs import execute, succeed
 
 VOCABULARY, SEQUENCES, LENGTH = 2048, 8, 128
 REPETITIONS = 5
@@ -123,8 +123,7 @@ def peak(name: str, hf_dir: Path, tokens_NS1: Tensor) -> dict[str, float]:
 def child(task: str, name: str, hf_dir: Path) -> dict[str, float]:
     """The figures of one contender, from a process of its own."""
     command = [sys.executable, "-m", "tests.bench.curvature", task, name, str(hf_dir)]
-    done = execute(command, timeout_seconds=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = succeed(execute(command, timeout_seconds=1200))
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures
 

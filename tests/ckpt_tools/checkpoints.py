@@ -11,6 +11,7 @@ from base.frozen import fingerprint
 from ckpt_tools.checkpoint import open_weights
 from ckpt_tools.formats.megatron_shards import MegatronWeights
 from ckpt_tools.formats.weights import Weights, read_whole
+from ckpt_tools.hf.directory import LINEAGE_JSON
 from tests.sealing import reseal
 from train.model.config import ModelConfig
 from train.run.config import RunConfig
@@ -38,6 +39,15 @@ def seal(checkpoint: Path, **changes: Any) -> None:
     (checkpoint / CHECKPOINT_JSON).unlink()
     record["files"] = {name: file.model_dump() for name, file in record_files(checkpoint).items()}
     reseal(checkpoint / CHECKPOINT_JSON, record | changes)
+
+
+def seal_export(hf_dir: Path, **changes: Any) -> None:
+    """Writes lineage.json again or anew, with the hashes of the files as they are now."""
+    path = hf_dir / LINEAGE_JSON
+    lineage = json.loads(path.read_text()) if path.exists() else {}
+    path.unlink(missing_ok=True)
+    files = {name: record.model_dump() for name, record in record_files(hf_dir).items()}
+    reseal(path, lineage | changes | {"files": files})
 
 
 def write_record(checkpoint: Path, run: RunConfig, step: int, **fields: Any) -> None:

@@ -1,6 +1,7 @@
 """Refusals of averages, by name and with nothing written."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -12,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from base.errors import UserError
-from base.files import record_files, write_json
+from base.files import write_json
 from ckpt_tools.averaging import average_models
+from tests.ckpt_tools.checkpoints import seal_export
 from tests.conftest import make_hf_directory
 from tests.runs import error_line, python
 from tests.sealing import reseal
+from tests.train.trajectories import flip_a_byte
 
 Q_NORM = "model.layers.1.self_attn.q_norm.weight"
 Change = Callable[[Path], object]
@@ -30,15 +33,8 @@ def pair(tmp_path_factory, tokenizer_dir) -> Path:
         shutil.copytree(
             tokenizer_dir, make_hf_directory(root / name, seed=seed), dirs_exist_ok=True
         )
-    seal_lineage(root / "b")
+    seal_export(root / "b", kind="export", step=7)
     return root
-
-
-def seal_lineage(hf_dir: Path) -> None:
-    """A lineage that vouches for the files as they are now."""
-    (hf_dir / "lineage.json").unlink(missing_ok=True)
-    files = {name: record.model_dump() for name, record in record_files(hf_dir).items()}
-    reseal(hf_dir / "lineage.json", {"kind": "export", "step": 7, "files": files})
 
 
 @pytest.fixture
@@ -55,10 +51,6 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
         save_file(content, path)
 
     return spoil
-
-
-def to(name: str, dtype: torch.dtype) -> Change:
-    return weights(lambda content: content.update({name: content[name].to(dtype)}))
 
 
 def edit(path: str, key: str, value: Any) -> Change:
@@ -79,17 +71,19 @@ def pickles_only(root: Path) -> None:
 
 
 def flip(path: str) -> Change:
-    def spoil(root: Path) -> None:
-        content = bytearray((root / path).read_bytes())
-        content[-1] ^= 16
-        (root / path).write_bytes(content)
-
-    return spoil
+    return lambda root: flip_a_byte(root / path)
 
 
-def all_to(dtype: torch.dtype) -> Change:
+def fill(value: float) -> Change:
+    return weights(lambda content: content[Q_NORM][5:6].fill_(value))
+
+
+def cast(names: list[str], dtype: torch.dtype) -> Change:
+    """Other types of these tensors, or of all."""
     return weights(
-        lambda content: content.update({name: each.to(dtype) for name, each in content.items()})
+        lambda content: content.update(
+            {name: content[name].to(dtype) for name in names or list(content)}
+        )
     )
 
 
@@ -111,9 +105,12 @@ REFUSALS: dict[str, tuple[Change, dict[str, Any], str]] = {
     "missing": (weights(lambda content: content.pop(Q_NORM)), {}, f"root/a: missing ['{Q_NORM}']"),
     "unknown": (weights(lambda content: content.update(b=content[Q_NORM] + 0)), {}, "root/a: unknown ['b']"),
     "shape": (weights(lambda c: c.update({Q_NORM: torch.ones(16)})), {}, f"'{Q_NORM}' is (16,), the model needs (32"),
-    "integers": (to(Q_NORM, torch.int64), {}, f"'{Q_NORM}' is torch.int64, all weights must be of one type"),
-    "one tensor": (to(Q_NORM, torch.float16), {}, f"'{Q_NORM}' is torch.float16"),
-    "dtypes": (all_to(torch.bfloat16), {}, "average models of one type"),
+    "integers": (cast([Q_NORM], torch.int64), {}, f"'{Q_NORM}' is torch.int64, all weights must be of one type"),
+    "one tensor": (cast([Q_NORM], torch.float16), {}, f"'{Q_NORM}' is torch.float16"),
+    "not a number": (fill(math.nan), {}, f"'{Q_NORM}' is not finite in"),
+    "infinite": (fill(math.inf), {}, "root/a; leave that model out"),
+    "overflow": (fill(3e38), {"weights": "3,1"}, f"'{Q_NORM}' overflows in the average; give"),
+    "dtypes": (cast([], torch.bfloat16), {}, "average models of one type"),
     "rope": (edit("a/config.json", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}), {},
              "differ in 'rope_parameters' of their config.json"),
     "vocabulary": (edit("a/config.json", "vocab_size", 321), {}, "'vocab_size' of their config.json (321, 320)"),

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -17,13 +17,12 @@ from base.files import record_files, write_json
 from base.frozen import fingerprint
 from ckpt_tools.export import export
 from ckpt_tools.hf.directory import CONFIGURATION_FILES
-from ckpt_tools.hf.model import identify, load_hf_model
+from ckpt_tools.hf.model import identify
 from ckpt_tools.verify import verify
 from tests.ckpt_tools.checkpoints import seal
 from tests.conftest import LAYOUTS, layouts
 from tests.runs import error_line, python
 from tests.sealing import flip_digit, reseal
-from train.model.families import TRAINED_ARCHITECTURES
 from train.run.config import dump_run, load_run
 from train.run.directory import CHECKPOINT_JSON
 
@@ -67,11 +66,6 @@ def test_weights_are_bit_equal_across_layouts_and_engines(exported):
             weights = load_file(exported(layout, 0) / "model.safetensors")
             assert weights.keys() == expected.keys()
             assert all(torch.equal(weights[name], expected[name]) for name in expected), layout
-
-
-def test_bf16_weights_are_exported_as_trained(exported):
-    weights = load_file(exported("bf16-dp2", 20) / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 
 
 def test_a_run_in_fp8_is_exported_as_the_bf16_weights_that_it_keeps(trained, exported, tmp_path):
@@ -179,6 +173,7 @@ def copy(trained, tmp_path):
 
 
 def refuse(copy, expected):
+    """Damage of any file is refused too: formats/test_weights.py."""
     out = copy / "hf" / "step00000020"
     done = python("ckpt_tools", "export", str(copy / "checkpoints" / "step00000020"), str(out))
     assert expected in error_line(done)
@@ -186,27 +181,9 @@ def refuse(copy, expected):
     assert not out.parent.exists() or list(out.parent.iterdir()) == []
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "expected"),
-    [
-        ("__0_0.distcp", cut, "bytes instead of"),
-        (".metadata", flip, "was changed after it was written"),  # a pickle, not opened before
-        (CHECKPOINT_JSON, lambda path: path.unlink(), "not a complete checkpoint"),
-    ],
-)
-def test_damaged_checkpoints_are_refused(copy, name, damage, expected):
-    damage(copy / "checkpoints" / "step00000020" / name)
-    refuse(copy, expected)
+def test_a_checkpoint_without_its_record_is_refused(copy):
+    (copy / "checkpoints" / "step00000020" / CHECKPOINT_JSON).unlink()
+    refuse(copy, "not a complete checkpoint")
 
 
 def rewrite_shards(checkpoint, change):
@@ -282,14 +259,6 @@ def test_training_does_not_go_on_from_wrong_keys(copy, change):
     assert "does not fit the model of run.json" in line
 
 
-def test_another_probe_is_refused(copy):
-    path = copy / "checkpoints" / "step00000020" / "probe.safetensors"
-    probe = load_file(path)
-    save_file({**probe, "logits": probe["logits"] + 1e-3}, path)
-    seal(path.parent)
-    refuse(copy, "not what was trained: lm_head.weight;")
-
-
 def test_an_existing_directory_that_is_no_export_is_kept(copy):
     out = copy / "mine"
     out.mkdir()
@@ -297,37 +266,3 @@ def test_an_existing_directory_that_is_no_export_is_kept(copy):
     done = python("ckpt_tools", "export", str(copy / "checkpoints" / "step00000020"), str(out))
     assert "exists and is not an export" in error_line(done)
     assert (out / "notes.txt").read_text() == "keep"
-
-
-def test_changed_or_foreign_hf_directories_are_refused(exported, tmp_path):
-    shutil.copytree(exported("dp1", 20), tmp_path / "hf")
-    assert identify(tmp_path / "hf")["lineage"]["step"] == 20
-    weights = tmp_path / "hf" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
-    with pytest.raises(UserError, match=r"model\.safetensors was changed"):
-        identify(tmp_path / "hf")
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    (tmp_path / "hf" / "config.json").write_text(
-        json.dumps(config | {"architectures": ["GPT2LMHeadModel"]})
-    )
-    with pytest.raises(UserError, match="holds a GPT2LMHeadModel"):
-        load_hf_model(tmp_path / "hf", torch.float32, architectures=TRAINED_ARCHITECTURES)
-
-
-def test_an_export_without_parity_is_refused(exported, tmp_path):
-    shutil.copytree(exported("dp1", 20), tmp_path / "hf")
-    lineage = json.loads((tmp_path / "hf" / "lineage.json").read_text())
-    reseal(tmp_path / "hf" / "lineage.json", lineage | {"parity": None})
-    with pytest.raises(UserError, match="was not proven to compute"):
-        identify(tmp_path / "hf")
-
-
-def test_a_weight_file_without_a_key_is_refused(exported, tmp_path):
-    shutil.copytree(exported("dp1", 20), tmp_path / "hf")
-    weights = load_file(tmp_path / "hf" / "model.safetensors")
-    weights.pop("model.layers.0.self_attn.q_norm.weight")
-    save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"missing \['model\.layers\.0\.self_attn\.q_norm\.weight'\]"
-    ):
-        load_hf_model(tmp_path / "hf", torch.float32)

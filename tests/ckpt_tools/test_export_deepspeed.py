@@ -47,15 +47,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-def make_checkpoint(directory, inputs, family, dtype=torch.float32):
+def make_checkpoint(directory, inputs, family):
     """A run directory with one checkpoint of a random model, no weight as initialised."""
     ours, config = FAMILIES[family]
-    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     model_config = ModelConfig(family=family, **SHAPE, **ours)
-    run = make_run(directory, **inputs, engine="deepspeed", model=model_config, precision=precision)
+    run = make_run(directory, **inputs, engine="deepspeed", model=model_config)
     torch.manual_seed(3)
     options: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32}
-    model = AutoModelForCausalLM.from_config(config, **options).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -89,34 +88,20 @@ def test_every_family_is_exported_bit_for_bit(tmp_path, inputs, family):
     assert type(load_hf_model(out, torch.float32)) is type(model)
 
 
-def test_bf16_weights_are_exported_as_trained(tmp_path, inputs):
-    checkpoint = make_checkpoint(tmp_path / "run", inputs, "olmo2", torch.bfloat16)
-    export(checkpoint, tmp_path / "hf")
-    weights = load_file(tmp_path / "hf" / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-
-
-NORM = "model.norm.weight"
-QUERY, VALUE = (f"model.layers.0.self_attn.{part}_proj.weight" for part in ("k", "v"))
-
-
-def swap(weights):
-    weights[QUERY], weights[VALUE] = weights[VALUE], weights[QUERY]
+KEY = "model.layers.0.self_attn.k_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda weights: weights.pop(QUERY), f"missing ['{QUERY}']"),
+        (lambda weights: weights.pop(KEY), f"missing ['{KEY}']"),
         (lambda weights: weights.update(extra=torch.ones(3)), "unknown ['extra']"),
-        (lambda weights: weights.update({QUERY: torch.ones(4, 7)}), "is (4, 7), the model needs"),
-        (lambda weights: weights.update({QUERY: weights[QUERY].bfloat16()}), "is torch.bfloat16"),
-        (swap, f"not what was trained: {QUERY}, {VALUE};"),
-        (lambda weights: weights[NORM].mul_(1.001), f"not what was trained: {NORM};"),
+        (lambda weights: weights.update({KEY: torch.ones(4, 7)}), "is (4, 7), the model needs"),
+        (lambda weights: weights.update({KEY: weights[KEY].bfloat16()}), "is torch.bfloat16"),
     ],
-    ids=["missing", "extra", "shape", "dtype", "swapped", "value"],
+    ids=["missing", "extra", "shape", "dtype"],
 )
-def test_wrong_keys_and_wrong_weights_are_refused(tmp_path, inputs, change, expected):
+def test_wrong_keys_are_refused(tmp_path, inputs, change, expected):
     checkpoint = make_checkpoint(tmp_path / "run", inputs, "llama")
     weights = load_file(checkpoint / "model.safetensors")
     change(weights)
@@ -126,7 +111,7 @@ def test_wrong_keys_and_wrong_weights_are_refused(tmp_path, inputs, change, expe
     with pytest.raises(UserError) as caught:
         export(checkpoint, tmp_path / "hf" / "one")
     assert expected in str(caught.value)
-    assert list((tmp_path / "hf").iterdir()) == [] if (tmp_path / "hf").exists() else True
+    assert not (tmp_path / "hf").exists() or not list((tmp_path / "hf").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Imports: there and back bit for bit, computed with as by transformers, refused by name."""
 
 import json
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ckpt_tools.hf.directory import DOWNLOAD_JSON, DownloadRecord
 from ckpt_tools.importing import import_checkpoint
 from tests.conftest import VOCAB_SIZE, make_hf_directory, widths
 from tests.digests import blake3_of
-from tests.runs import make_run, ranks
+from tests.runs import make_run, on_ranks
 from tests.sealing import reseal
 from train.model.config import ModelConfig
 from train.run.config import StartFrom, load_run
@@ -131,10 +130,8 @@ def test_the_engine_computes_with_the_weights_what_transformers_does(
     import_checkpoint(str(source), checkpoint)
     model = ModelConfig(**verified_record(checkpoint).model)
     make_run(tmp_path / "run", **inputs, engine=engine, model=model, **layout_of_run)
-    worker = (str(tmp_path / "run"), str(checkpoint), str(tmp_path / "logits.safetensors"))
-    processes = layout_of_run.get("tensor", 1)
-    done = ranks(processes, "tests.ckpt_tools.test_import", *worker)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = (tmp_path / "run", checkpoint, tmp_path / "logits.safetensors")
+    on_ranks(layout_of_run.get("tensor", 1), probe_in_engine, *words)
     probe = load_file(checkpoint / "probe.safetensors")
     reference = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
     with torch.no_grad():
@@ -288,7 +285,3 @@ def test_a_local_revision_is_known_by_its_download(tmp_path):
     (elsewhere / "tokenizer.json").write_text("as it Is\n")
     with pytest.raises(UserError, match=r"tokenizer\.json was changed"):
         import_checkpoint(str(elsewhere), tmp_path / "again")
-
-
-if __name__ == "__main__":
-    probe_in_engine(*sys.argv[1:])

@@ -19,6 +19,7 @@ from ckpt_tools.inspecting import describe, inspect
 from tests.ckpt_tools.checkpoints import seal
 from tests.runs import error_line, python
 from tests.sealing import reseal
+from tests.train.trajectories import flip_a_byte
 from train.run.directory import CHECKPOINT_JSON, read_checkpoint_record
 
 
@@ -113,9 +114,7 @@ def test_damage_is_named(run, name, capsys):
     path = run / name
     inspect([run], check=True)
     assert "as they were written" in capsys.readouterr().out
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
+    flip_a_byte(path)
     inspect([path.parent])
     for place in (path.parent, run):
         with pytest.raises(UserError, match=rf"{path.name} was changed"):

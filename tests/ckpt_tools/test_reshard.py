@@ -1,7 +1,6 @@
 """A trained checkpoint at another layout: the same bits saved, the same losses trained."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from tests.ckpt_tools.checkpoints import read_shards
 from tests.conftest import LAYOUTS
-from tests.runs import ranks
+from tests.runs import on_ranks, ranks, succeed
 from train.run.config import load_run
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
@@ -47,9 +46,7 @@ def test_trained_weights_survive_another_layout_bit_for_bit(trained, tmp_path, s
     checkpoint = trained(source) / "checkpoints" / "step00000010"
     for name, start, at in (("there", checkpoint, layout), ("back", tmp_path / "there", source)):
         (tmp_path / name).mkdir()
-        arguments = (str(trained(at)), str(start), str(tmp_path / name))
-        done = ranks(LAYOUTS[at][0], "tests.ckpt_tools.test_reshard", *arguments)
-        assert done.returncode == 0, done.stderr[-3000:]
+        on_ranks(LAYOUTS[at][0], load_and_save, trained(at), start, tmp_path / name)
     model = load_run(trained(source) / "run.json").model
     before, after = read_shards(checkpoint, model), read_shards(tmp_path / "there", model)
     assert before.keys() == after.keys()
@@ -75,8 +72,7 @@ def test_a_run_resumed_at_another_layout_goes_on_with_the_same_losses(
     directory.path.mkdir()
     shutil.copyfile(trained(layout) / "run.json", directory.run_json)
     shutil.copytree(whole.checkpoint(10), directory.checkpoint(10))
-    done = ranks(LAYOUTS[layout][0], "train", "run", str(directory.path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(LAYOUTS[layout][0], "train", "run", str(directory.path)))
     losses, expected, other = (
         {row["step"]: row["loss"] for row in read_metrics(run.metrics) if "loss" in row}
         for run in (directory, whole, RunDirectory(trained(layout)))
@@ -84,7 +80,3 @@ def test_a_run_resumed_at_another_layout_goes_on_with_the_same_losses(
     assert sorted(losses) == list(range(11, 21))
     assert losses == pytest.approx({step: expected[step] for step in losses}, abs=1e-5)
     assert losses == pytest.approx({step: other[step] for step in losses}, abs=1e-4)
-
-
-if __name__ == "__main__":
-    load_and_save(*sys.argv[1:])

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from base.errors import UserError
-from base.files import record_files
 from ckpt_tools.export import export
 from ckpt_tools.probe import check_probe
 from ckpt_tools.verify import verify
+from tests.ckpt_tools.checkpoints import seal_export
 from tests.conftest import make_hf_directory
 from tests.probes import accused, name_of
 from tests.sealing import reseal
@@ -43,15 +43,6 @@ def exported(trained, tmp_path_factory) -> Callable[[str], Path]:
     return directory_of
 
 
-def seal(hf_dir: Path, **changes: Any) -> None:
-    """Writes lineage.json again, with the hashes of the files as they are now."""
-    path = hf_dir / "lineage.json"
-    lineage = json.loads(path.read_text()) if path.exists() else {}
-    path.unlink(missing_ok=True)
-    files = {name: record.model_dump() for name, record in record_files(hf_dir).items()}
-    reseal(path, lineage | changes | {"files": files})
-
-
 def planted(source: Path, out: Path, change: Callable[[Weights], object]) -> Path:
     """A copy of an export whose weights are changed, and whose hashes do not tell."""
     shutil.copytree(source, out)
@@ -59,7 +50,7 @@ def planted(source: Path, out: Path, change: Callable[[Weights], object]) -> Pat
     change(weights)
     tensors = {name: weight.contiguous() for name, weight in weights.items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    seal(out)
+    seal_export(out)
     return out
 
 
@@ -203,7 +194,7 @@ def test_a_wrong_configuration_is_found(exported, tmp_path, key, value, expected
     if key == "rope_parameters":
         changes["rope_theta"] = value["rope_theta"]
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | changes))
-    seal(tmp_path / "hf")
+    seal_export(tmp_path / "hf")
     assert expected in refusal(tmp_path / "hf")
 
 
@@ -248,7 +239,7 @@ def test_missing_files_are_called_by_name(exported, tmp_path, name, expected):
     (tmp_path / "hf" / name).unlink()
     assert expected in refusal(tmp_path / "hf")
     if "probe" in name:
-        seal(tmp_path / "hf")  # a lineage that never knew of one
+        seal_export(tmp_path / "hf")  # a lineage that never knew of one
         assert "probe.safetensors is not in lineage.json" in refusal(tmp_path / "hf")
 
 
@@ -265,7 +256,7 @@ def test_a_directory_without_a_probe_is_told_so(hf_dir, tmp_path):
     report = verify(hf_dir)
     assert "no engine's probe vouches" in report["verdict"]
     shutil.copytree(hf_dir, tmp_path / "average")
-    seal(tmp_path / "average", kind="average")
+    seal_export(tmp_path / "average", kind="average")
     assert verify(tmp_path / "average")["verdict"] == report["verdict"]
     weights = tmp_path / "average" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
@@ -303,38 +294,33 @@ def names_of_the_next_layer(name: str) -> list[str]:
     return [next_prefix + hf_name for hf_name in entry.hf_names]
 
 
+def swapped_norms() -> dict[str, Any]:
+    """`megatron_names.INSIDE_LAYER` if the norms after attention and MLP were taken for each other."""
+    entries = dict(megatron_names.INSIDE_LAYER)
+    first, second = (name for name in entries if name.endswith(".post_norm.weight"))
+    return entries | {first: entries[second], second: entries[first]}
+
+
+QKV = [f"self_attn.{part}_proj" for part in "qkv"]
+
+
 @pytest.mark.parametrize(
-    ("layout_name", "function", "wrong", "expected"),
+    ("layout_name", "replaced", "wrong", "expected"),
     [
-        ("tp2", "hf_rows", spans_in_a_row, "self_attn.{q,k,v}_proj"),
-        ("gqa-dp1", "hf_rows", spans_in_a_row, "self_attn.{q,k,v}_proj"),
-        ("dp1", "hf_names", names_backwards, "mlp.{gate,up}_proj"),
-        ("pp2", "hf_names", names_of_the_next_layer, "self_attn.{q,k,v}_proj"),
+        ("tp2", "hf_rows", spans_in_a_row, QKV),
+        ("gqa-dp1", "hf_rows", spans_in_a_row, QKV),
+        ("dp1", "hf_names", names_backwards, ["mlp.gate_proj", "mlp.up_proj"]),
+        ("pp2", "hf_names", names_of_the_next_layer, QKV),
+        ("dp1", "INSIDE_LAYER", swapped_norms(), ["post_attention_layernorm"]),
     ],
-    ids=["mha", "gqa", "gate and up", "layers"],
+    ids=["mha", "gqa", "gate and up", "layers", "norms"],
 )
 def test_a_wrong_converter_is_refused_by_name(
-    trained, tmp_path, monkeypatch, layout_name, function, wrong, expected
+    trained, tmp_path, monkeypatch, layout_name, replaced, wrong, expected
 ):
     """Outputs are read without `train.model.megatron_names`: both cannot be wrong alike."""
-    monkeypatch.setattr(megatron_names, function, wrong)
+    monkeypatch.setattr(megatron_names, replaced, wrong)
     with pytest.raises(UserError) as caught:
         export(trained(layout_name) / "checkpoints" / "step00000020", tmp_path / "hf")
-    before, parts, after = re.split(r"[{}]", expected)
-    assert accused(str(caught.value)) == {
-        name_of(0, f"{before}{part}{after}") for part in parts.split(",")
-    }
+    assert accused(str(caught.value)) == {name_of(0, module) for module in expected}
     assert not (tmp_path / "hf").exists()
-
-
-def test_swapped_norms_of_the_converter_are_refused_by_name(trained, tmp_path, monkeypatch):
-    attention, feedforward = (
-        "self_attention.linear_proj.post_norm.weight",
-        "mlp.linear_fc2.post_norm.weight",
-    )
-    entries = megatron_names.INSIDE_LAYER
-    swapped = dict(entries) | {attention: entries[feedforward], feedforward: entries[attention]}
-    monkeypatch.setattr(megatron_names, "INSIDE_LAYER", swapped)
-    with pytest.raises(UserError) as caught:
-        export(trained("dp1") / "checkpoints" / "step00000020", tmp_path / "hf")
-    assert accused(str(caught.value)) == {name_of(0, "post_attention_layernorm")}

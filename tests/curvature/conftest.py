@@ -19,7 +19,7 @@ from curvature.products.exact import DualHessian
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Parameters, dot
 from quant_eval.__main__ import app as quant_eval
-from tests.conftest import widths
+from tests.conftest import make_hf_directory, widths
 from tests.runs import called
 
 TINY: dict[str, Any] = {
@@ -59,11 +59,34 @@ def command(*arguments: object) -> int:
 QUANTIZING = "--spec rtn-b3-g16 --dense --eval-tokens 5000 --calibration-sequences 2"
 
 
-def quantize(model: Path, train_prefix: Path, held_out_prefix: Path) -> Path:
-    """The result of quantizing an HF directory, dequantized weights in it."""
+class Family(NamedTuple):
+    """HF directories of theta_K and theta_K-1, and the result of quantizing theta_K, with its
+    dequantized weights.
+    """
+
+    base: Path
+    previous: Path
+    quantized: Path
+
+
+def make_family(base: Path, train_prefix: Path, held_out_prefix: Path) -> Family:
+    """A checkpoint before an HF directory, beside it, and its quantization in it."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.02)
+    previous = base.parent / f"before-{base.name}"
+    model.save_pretrained(previous)
     texts = ["--calibration", train_prefix, "--eval", held_out_prefix]
-    assert called(quant_eval, "quant_eval", "run", model, *texts, *QUANTIZING.split()) == 0
-    return model / "quant" / "rtn-b3-g16"
+    assert called(quant_eval, "quant_eval", "run", base, *texts, *QUANTIZING.split()) == 0
+    return Family(base, previous, base / "quant" / "rtn-b3-g16")
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory, train_prefix, held_out_prefix) -> Family:
+    root = tmp_path_factory.mktemp("family")
+    return make_family(make_hf_directory(root / "model"), train_prefix, held_out_prefix)
 
 
 def dual_hessian(model: PreTrainedModel, **options) -> DualHessian:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import make_hf_directory
-from tests.curvature.conftest import command, quantize
-from tests.runs import error_line, ranks
+from tests.curvature.conftest import command
+from tests.runs import error_line, ranks, succeed
 
 # Five pairs in microbatches of two and a fixed batch of two and one: shares are uneven at two and
 # at three ranks, and of three ranks that share a model or the fixed batch one has no sequence.
@@ -17,18 +16,11 @@ PAIRS = "--pairs 5 --norm-pairs 3 --companion-pairs 3 --max-iterations 50"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory, train_prefix, held_out_prefix) -> Path:
-    """An HF directory with a result that kept its dequantized weights."""
-    directory = make_hf_directory(tmp_path_factory.mktemp("ranks") / "model")
-    quantize(directory, train_prefix, held_out_prefix)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def alone(model, held_out_prefix) -> dict[str, Any]:
-    options = [*OPTIONS.split(), *PAIRS.split()]
-    assert command("hutchinson", model, "--data", held_out_prefix, *options) == 0
-    return result_of(model / "curvature/hutchinson")
+def alone(tmp_path_factory, family, held_out_prefix) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("alone") / "out"
+    options = [*OPTIONS.split(), *PAIRS.split(), "--out", out]
+    assert command("hutchinson", family.base, "--data", held_out_prefix, *options) == 0
+    return result_of(out)
 
 
 def result_of(directory: Path) -> dict[str, Any]:
@@ -46,12 +38,11 @@ def result_of(directory: Path) -> dict[str, Any]:
         (3, "fsdp"),
     ],
 )
-def test_ranks_change_rounding_alone(tmp_path, model, alone, held_out_prefix, size, sharding):
+def test_ranks_change_rounding_alone(tmp_path, family, alone, held_out_prefix, size, sharding):
     out = tmp_path / "out"
     options = [*OPTIONS.split(), *PAIRS.split(), "--sharding", sharding, "--out", str(out)]
-    program = ["curvature", "hutchinson", str(model), "--data", str(held_out_prefix)]
-    done = ranks(size, *program, *options)
-    assert done.returncode == 0, done.stderr[-3000:]
+    program = ["curvature", "hutchinson", str(family.base), "--data", str(held_out_prefix)]
+    done = succeed(ranks(size, *program, *options))
     assert done.stdout.count("trace ") == 1  # rank 0 says what it wrote
     shared = result_of(out)
     assert shared["spec"] == alone["spec"] | {"ranks": size, "sharding": sharding}
@@ -79,13 +70,16 @@ def test_ranks_change_rounding_alone(tmp_path, model, alone, held_out_prefix, si
     assert (measured["parameters"], top["converged"]) == (expected["parameters"], True)
 
 
-def test_a_step_on_two_ranks(tmp_path, model, held_out_prefix):
-    options = ["--quantized", model / "quant/rtn-b3-g16", "--data", held_out_prefix]
+def test_a_step_on_two_ranks(tmp_path, family, held_out_prefix):
+    options = ["--quantized", family.quantized, "--data", held_out_prefix]
     options += ["--microbatches", "2", "--microbatch-sequences", "3", "--sequence-length", "24"]
-    assert command("step", model, *options, "--out", tmp_path / "alone") == 0
-    program = [*map(str, ("curvature", "step", model, *options)), "--out", str(tmp_path / "out")]
-    done = ranks(2, *program, "--sharding", "fsdp")
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert command("step", family.base, *options, "--out", tmp_path / "alone") == 0
+    program = [
+        *map(str, ("curvature", "step", family.base, *options)),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = succeed(ranks(2, *program, "--sharding", "fsdp"))
     assert done.stdout.count("predicted ") == 1
     measured, expected = (result_of(tmp_path / name)["measured"] for name in ("out", "alone"))
     assert measured["blocks"].keys() == expected["blocks"].keys() == {"layer0", "layer1"}
@@ -102,9 +96,9 @@ def test_a_step_on_two_ranks(tmp_path, model, held_out_prefix):
         )  # of fp32 losses
 
 
-def test_a_refusal_is_one_line_of_all_ranks(tmp_path, model, held_out_prefix):
-    given = ["--quantized", model / "quant/rtn-b3-g16", "--data", held_out_prefix]
-    step = ["curvature", "step", model, *given, "--out", tmp_path / "out"]
+def test_a_refusal_is_one_line_of_all_ranks(tmp_path, family, held_out_prefix):
+    given = ["--quantized", family.quantized, "--data", held_out_prefix]
+    step = ["curvature", "step", family.base, *given, "--out", tmp_path / "out"]
     line = error_line(ranks(2, *map(str, step)))
     assert "2 ranks share the products of a step; give --sharding fsdp" in line
     assert not (tmp_path / "out").exists()

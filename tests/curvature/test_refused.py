@@ -13,7 +13,7 @@ from transformers import Olmo2ForCausalLM
 from curvature.dual import blocks
 from curvature.dual.elementwise import rms_norm
 from tests.conftest import make_hf_directory
-from tests.curvature.conftest import command, quantize
+from tests.curvature.conftest import command
 from tests.sealing import reseal
 
 SMALL = ["--sequence-length", "16", "--fixed-sequences", "2", "--max-iterations", "3"]
@@ -152,38 +152,30 @@ def test_results_lie_beside_their_models_and_nowhere_else(capsys, tmp_path, held
     assert command("hutchinson", models[0], *arguments, "--out", models[0] / "config.json") == 2
 
 
-@pytest.fixture(scope="module")
-def quantized(tmp_path_factory, train_prefix, held_out_prefix) -> Path:
-    """A model whose dequantized weights are in quant/rtn-b3-g16."""
-    model = make_hf_directory(tmp_path_factory.mktemp("quantized") / "model")
-    quantize(model, train_prefix, held_out_prefix)
-    return model
-
-
-def test_steps(capsys, tmp_path, quantized, held_out_prefix):
+def test_steps(capsys, tmp_path, family, held_out_prefix):
     """Every refusal leaves both results as they were."""
-    result = quantized / "quant/rtn-b3-g16"
+    base, result = family.base, family.quantized
     before = (result / "result.json").read_bytes()
 
     def refused(model, directory, *options) -> str:
         given = ["--quantized", directory, "--data", held_out_prefix, "--sequence-length", 16]
         assert command("step", model, *given, *options) == 2
         assert (result / "result.json").read_bytes() == before
-        assert not (quantized / "curvature").exists()
+        assert not (base / "curvature").exists()
         return str(capsys.readouterr().err.splitlines()[-1])
 
     other = make_hf_directory(tmp_path / "other", seed=1)
     assert f"is of another model than {other}; give the one that was quantized" in refused(
         other, result
     )
-    assert "result.json does not exist; measure it" in refused(quantized, tmp_path)
-    assert "would be lost; give another --out" in refused(quantized, result, "--out", result)
-    assert "'microbatches'" in refused(quantized, result, "--microbatches", "1")
+    assert "result.json does not exist; measure it" in refused(base, tmp_path)
+    assert "would be lost; give another --out" in refused(base, result, "--out", result)
+    assert "'microbatches'" in refused(base, result, "--microbatches", "1")
     bare = tmp_path / "rtn-b3-g16"
     shutil.copytree(result, bare)
     shutil.rmtree(bare / "dense")
-    assert "holds no dequantized weights; measure it with" in refused(quantized, bare)
+    assert "holds no dequantized weights; measure it with" in refused(base, bare)
     given = ["--quantized", result, "--data", held_out_prefix, "--microbatches", 2]
-    assert command("step", quantized, *given) == 0
-    (written,) = (quantized / "curvature/step-rtn-b3-g16").iterdir()
+    assert command("step", base, *given) == 0
+    (written,) = (base / "curvature/step-rtn-b3-g16").iterdir()
     assert written.name == "result.json"

@@ -15,7 +15,7 @@ from curvature.products.parameters import Probe
 from tests.curvature import on_ranks
 from tests.curvature.allocated import most_allocated, most_of_python
 from tests.curvature.conftest import random_tokens, relative, tiny_model
-from tests.runs import ranks
+from tests.runs import ranks, succeed
 
 EXACT = [
     f"tied={tied} checkpointing={checkpointing} batch={batch}"
@@ -51,8 +51,7 @@ def alone() -> Shared:
 def shared(request, tmp_path_factory) -> Shared:
     """Processes over gloo that hold a part of every parameter each; a hang ends in a timeout."""
     out = tmp_path_factory.mktemp("shared")
-    done = ranks(request.param, "tests.curvature.on_ranks", str(out))
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(request.param, "tests.curvature.on_ranks", str(out)))
     stems = [out / f"{request.param}-{rank}" for rank in range(request.param)]
     figures = [json.loads(stem.with_suffix(".json").read_text()) for stem in stems]
     return Shared(joined([load_file(stem.with_suffix(".safetensors")) for stem in stems]), figures)

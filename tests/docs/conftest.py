@@ -17,10 +17,10 @@ from study.results.table import write_table
 from study.text_kinds import PreparedText
 from tests.ckpt_tools.released.fake_hub import FakeHub, config_json
 from tests.conftest import make_hf_directory
-from tests.docs.pages import PROJECT
-from tests.interpreter import interpreter
 from tests.quant_eval.tasks.task_files import write_task_files
+from tests.runs import PROJECT
 from tests.slurm.conftest import lab, slurm_installed  # noqa: F401  (fixtures)
+from tests.slurm.studies import site_of, write_site
 from tests.study.smoke import NAME
 from tests.study.synthetic import text_in_place, write_study
 
@@ -65,30 +65,7 @@ def {function}(*, smoke: bool = False):
     return parts.study([run], text=TEXT, quantization=quantization, ranks=1)
 '''
 
-
-SITE = """
-root = "{root}"
-python = "{python}"
-project = "{project}"
-[limits]
-stop_seconds_before_limit = 10
-hang_seconds = 60
-silent_seconds = 180
-[environment]
-GLOO_SOCKET_IFNAME = "lo"
-[mlflow]
-every_seconds = 10
-[disk]
-reserve_gb = 0.1
-"""
-RESOURCES = """
-[resources.{kind}]
-ranks_per_node = 1
-cpus_per_node = 1
-time = "60"
-"""
 FEW = {"batch_size": 4, "micro_batch_size": 4, "evaluate_every_steps": 8}
-KINDS = ("train", "export", "quantize", "curvature", "light")
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +100,8 @@ def checkout(tmp_path_factory, smoke_root) -> Path:
     (root / "mine.py").write_text(_own_recipe(text))
     write_task_files(root / "my/tasks")
     _write_text(root / "my")
-    site = SITE.format(root=root / "shared", python=interpreter(), project=PROJECT)
-    resources = "".join(RESOURCES.format(kind=kind) for kind in KINDS)
-    (root / "lab.toml").write_text(site + resources)
+    site = site_of(root / "shared", train_nodes=1)
+    write_site(root / "lab.toml", site.model_dump(mode="json", exclude_unset=True))
     return root
 
 

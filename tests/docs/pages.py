@@ -1,9 +1,9 @@
 """The pages of the project and the commands that they show."""
 
 import re
-from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.runs import PROJECT
+
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(PROJECT)) for page in PAGES]
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)

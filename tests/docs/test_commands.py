@@ -8,7 +8,6 @@ would do.
 
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,10 @@ import pytest
 from study.tracking.store import tracking_uri
 from tests.ckpt_tools.released.fake_hub import FakeHub
 from tests.docs.conftest import REVISION
-from tests.docs.pages import NAMES, PROJECT, commands_of
+from tests.docs.pages import NAMES, commands_of
 from tests.interpreter import interpreter
-from tests.runs import environment, torchrun
+from tests.runs import PROJECT, execute, torchrun
 from tests.study.smoke import NAME
-from tests.waiting import HANG_SECONDS
 
 MODEL = f"models/OLMo-2-0425-1B/{REVISION}"
 # The smoke study has other names than the demo; there is no GPU; texts are short.
@@ -100,24 +98,16 @@ def smaller(command: str) -> str:
 def run(command: str, directory: Path, hub: FakeHub) -> None:
     """Run a command in a directory, and fail with what it printed if it fails."""
     words = [part for word in shlex.split(command) for part in _expanded(word, directory)]
-    variables = environment()
+    variables = {}
     if "allenai/" in command:
-        variables |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(directory / "hub")}
+        variables = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(directory / "hub")}
     if words[0] == "make":
         words, directory = ["make", "--dry-run", *words[1:]], PROJECT
     elif words[0] == "torchrun":
         words = torchrun(2, *words[words.index("-m") + 1 :], python=interpreter())
     elif words[0] == "python":
         words[0] = interpreter()
-    ended = subprocess.run(
-        words,
-        cwd=directory,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
+    ended = execute(words, cwd=directory, variables=variables)
     assert ended.returncode == 0, f"{command}\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
 
 

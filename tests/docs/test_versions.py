@@ -9,7 +9,7 @@ import yaml
 from base.libraries import locks
 from docs import tested
 from docs.generate import REFERENCE
-from tests.docs.pages import PROJECT
+from tests.runs import PROJECT
 
 LOCK = (PROJECT / "requirements.lock").read_text()
 ROW = re.compile(r"^\| (\S+) \| (\S+) \| .* \|$", re.MULTILINE)

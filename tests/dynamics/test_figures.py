@@ -13,7 +13,6 @@ import vl_convert
 from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure as Picture
 
-from base.errors import UserError
 from curvature.slices.figure import MARKERS
 from dynamics.figures.averages import averages
 from dynamics.figures.curvature import curvature
@@ -30,7 +29,7 @@ from dynamics.figures.slices import slices
 from study.figures.canvas import Canvas
 from study.figures.charts import HIDDEN, Quantity, columns_of
 from study.figures.figure import draw_all, figures_of, pictures_of
-from study.figures.looks import looks_for, runs_of
+from study.figures.looks import runs_of
 from study.measurements.tasks import TasksSettings
 from study.measurements.titles import spec_title
 from study.paths import slice_result
@@ -40,8 +39,8 @@ from study.results.table import Row
 from tests.dynamics.drawing import chart_of, drawn
 from tests.present import present
 from tests.sealing import edited
-from tests.study.synthetic import table_of
-from tests.study.varied import budgets, weight_decay, write_varied
+from tests.study.synthetic import table_of, write_study
+from tests.study.varied import budgets, weight_decay
 
 SPEC = "gptq-b3-g32"
 
@@ -49,7 +48,7 @@ SPEC = "gptq-b3-g32"
 @pytest.fixture(scope="module")
 def branched(tmp_path_factory, study):
     changed = budgets(study)
-    directory = write_varied(tmp_path_factory.mktemp("drawing") / changed.name, changed)
+    directory = write_study(tmp_path_factory.mktemp("drawing") / changed.name, changed)
     return changed, distinct(table_of(directory, changed)), directory
 
 
@@ -90,18 +89,10 @@ def test_a_chart_holds_every_value_that_its_table_lists(branched, figure):
         assert shown == values
 
 
-def test_bars_are_the_intervals_of_the_table(branched):
+def test_bars_are_from_the_low_end_to_the_high_one(branched):
+    """Values of both are the table's: tests.study.test_interactive."""
     study, rows, directory = branched
     drawing = drawn(kl_divergence, Canvas(study, rows, directory))
-    column = f"quant/{SPEC}/kl_divergence"
-    by_place = {(row["run"], row["step"]): row for row in rows}
-    names = {look.label: run for run, look in runs_of(study).looks.items()}
-    shown = [row for row in drawing.rows if row["panel"] == spec_title(SPEC)]
-    assert len(shown) == len([row for row in rows if row[column] is not None])
-    for row in shown:
-        known = by_place[names[row["run"]], row["step"]]
-        ends_ = [row[DIVERGENCE_AXIS.label + end] for end in ("", ", low", ", high")]
-        assert ends_ == [known[column + end] for end in ("", "_low", "_high")]
     panel = chart_of(drawing)["concat"][0]
     bars = [layer for layer in layers_of(panel) if layer.get("mark", {}).get("type") == "rule"]
     assert [bar["encoding"]["y"]["field"] for bar in bars] == [f"{DIVERGENCE_AXIS.label}, low"]
@@ -159,7 +150,7 @@ def test_schedules_that_coincide_are_one_line_of_no_run(study, tmp_path):
 @pytest.mark.parametrize("make", [budgets, weight_decay])
 def test_the_ends_are_at_what_is_varied_with_a_line_per_group(tmp_path, study, make):
     changed = make(study)
-    rows = distinct(table_of(write_varied(tmp_path / changed.name, changed), changed))
+    rows = distinct(table_of(write_study(tmp_path / changed.name, changed), changed))
     varied = present(changed.varied)
     drawing = drawn(ends, Canvas(changed, rows, tmp_path))
     last = {row["run"]: row for row in rows if row["average"] is None}  # rows rise by step
@@ -254,15 +245,6 @@ def test_a_study_at_work_is_drawn_as_far_as_it_is(branched):
     assert set(empty) >= {"quantization_error", "kl_divergence", "ends", "curvature"}
     half = [row if row["run"] == "stable" else no for row, no in zip(rows, nothing, strict=True)]
     assert kl_divergence.draw(Canvas(study, half, directory)) is not None
-
-
-def test_every_look_has_its_place_in_the_scales(branched):
-    study, _, _ = branched
-    runs = runs_of(study)
-    for encoding in (runs.colour, runs.shape):
-        assert encoding["scale"]["domain"] == [look.label for look in runs.looks.values()]
-        assert len(encoding["scale"]["range"]) == len(runs.looks)
-    assert len({look.colour for look in looks_for(map(str, range(9)))}) == 9
 
 
 def test_a_quantity_names_its_column_with_its_unit():
@@ -382,18 +364,6 @@ def test_slices_share_one_scale_of_colours_and_have_their_points(study_dir, stud
         # 0.08 at the one; 0.0008 + 0.032 - 0.002 at the other
         assert "+0.0800 \N{PLUS-MINUS SIGN} 0.0040" in text
         assert "+0.0308 \N{PLUS-MINUS SIGN} 0.0040" in text
-
-
-def test_slices_that_are_missing_are_left_out_and_broken_ones_are_named(study_dir, study):
-    paths = [study_dir / slice_result(run, SPEC) for run in study.runs]
-    for keep in (1, 0):
-        for path in paths[keep:]:
-            path.unlink(missing_ok=True)
-        assert (slices.draw(Canvas(study, [], study_dir)) is not None) == (keep == 1)
-    for content in ("{", "[1]", '{"measured": {"grid": {}}}'):
-        paths[0].write_text(content)
-        with pytest.raises(UserError, match=r"result\.json"):
-            slices.draw(Canvas(study, [], study_dir))
 
 
 def test_a_picture_is_drawn_of_a_chart_of_which_a_run_is_hidden(branched):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import stats
-from typer.testing import CliRunner
 
 from dynamics.forecast.models import (
     LEVEL,
@@ -19,10 +18,10 @@ from dynamics.forecast.models import (
     verdict,
 )
 from dynamics.forecast.page import MeasuredStudy
-from study.__main__ import app
 from tests.present import present
 from tests.study.ablation import tiny
 from tests.study.claimed import SPEC, rows_of, run_of, study_of
+from tests.study.commands import printed, refused
 from tests.study.synthetic import change_losses, write_study
 
 PERSISTENCE, RATIO, OURS = MODELS
@@ -177,10 +176,6 @@ def test_cooldowns_hold_what_was_measured_by_their_start(tmp_path):
     assert source.at(ONE, start, SPEC) == before
 
 
-def command(root, *words: str):
-    return CliRunner().invoke(app, ["forecast", *words, "--root", str(root)])
-
-
 @pytest.fixture
 def root(tmp_path):
     """Studies of two peaks and of one, each with results of every checkpoint."""
@@ -194,7 +189,7 @@ def root(tmp_path):
 
 def test_the_command_says_what_each_model_forecasts(root):
     """Two runs learn from each other: one cooldown fits no interval of a ratio."""
-    lines = command(root, "both", "--run", "lr1e-3").stdout.splitlines()
+    lines = printed("forecast", "both", "--run", "lr1e-3", "--root", root).splitlines()
     assert lines[0].endswith("(lr1e-3)")
     three, four = (number for number, line in enumerate(lines) if "KL divergence" in line)
     assert "at step 448 (917,504 tokens); if annealed from there to 1,310,720" in lines[three]
@@ -208,21 +203,22 @@ def test_the_command_says_what_each_model_forecasts(root):
 
 
 def test_other_studies_teach_and_a_lone_run_has_persistence_alone(root):
-    alone = command(root, "single").stdout
+    alone = printed("forecast", "single", "--root", root)
     assert "by no cooldown of another run (--from names studies that have some)" in alone
     assert "90% interval" not in alone
-    taught = command(root, "single", "--from", "both").stdout
+    taught = printed("forecast", "single", "--from", "both", "--root", root)
     assert "by cooldowns of other runs: 2, in groups of seeds: 2" in taught
     assert "    mean ratio   " in taught
 
 
 def test_the_end_of_the_forecast_run_changes_nothing(root):
-    before = command(root, "both", "--run", "lr1e-3").stdout
+    words = ("forecast", "both", "--run", "lr1e-3", "--root", root)
+    before = printed(*words)
     for spec in ("gptq-b3-g32", "gptq-b4-g32"):
         change_losses(root / "both", "lr1e-3", spec, kl=[0.5 * n for n in range(1, 29)])
-    assert command(root, "both", "--run", "lr1e-3").stdout == before
+    assert printed(*words) == before
 
 
 def test_a_run_that_is_not_there_is_refused(root):
-    result = command(root, "both", "--run", "lr9")
-    assert str(result.exception) == "both has no run lr9; take one of lr1e-3, lr3e-3"
+    line = refused("forecast", "both", "--run", "lr9", "--root", root)
+    assert line == "both has no run lr9; take one of lr1e-3, lr3e-3"

@@ -23,10 +23,11 @@ from dynamics.figures.prediction import (
     shares,
 )
 from dynamics.figures.probe import INCREASE, OUTPUT, probe
+from dynamics.figures.slices import slices
 from study.figures.canvas import Canvas
 from study.figures.figure import pictures_of
 from study.figures.looks import Runs, looks_for
-from study.paths import step_result
+from study.paths import blocks_result, slice_result, step_result
 from study.results.table import Row
 from study.tracking.streams import metrics_stream
 from tests.dynamics.drawing import chart_of, drawn
@@ -34,8 +35,8 @@ from tests.present import present
 from tests.quant_eval.models import run_settings
 from tests.sealing import edited, json_lines, measured_in, reseal
 from tests.study.curved import BLOCKS, step_content
-from tests.study.synthetic import table_of, write_blocks
-from tests.study.varied import weight_decay, write_varied
+from tests.study.synthetic import table_of, write_blocks, write_study
+from tests.study.varied import weight_decay
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.probe import ProbeConfig
@@ -82,17 +83,25 @@ def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
         assert marks["encoding"]["x"]["axis"]["labelExpr"].count(text) == len(study.runs)
 
 
-def test_steps_that_are_missing_leave_their_place_empty_and_broken_ones_are_named(study_dir, study):
-    for run in study.runs[1:]:
-        (study_dir / step_result(run, SPEC)).unlink()
-    drawing = drawn(prediction, Canvas(study, [], study_dir))
-    labels = {row["run"] for row in drawing.rows if row["panel"] == TITLE}
+@pytest.mark.parametrize(
+    ("figure", "result"),
+    [(prediction, step_result), (blocks, blocks_result), (slices, slice_result)],
+    ids=["prediction", "blocks", "slices"],
+)
+def test_results_that_are_missing_leave_their_place_empty_and_broken_ones_are_named(
+    study_dir, study, figure, result
+):
+    canvas = Canvas(study, [], study_dir)
+    first, *others = (study_dir / result(run, SPEC) for run in study.runs)
+    for path in others:
+        path.unlink()
+    drawing = drawn(figure, canvas)
+    labels = {row["run"] for row in drawing.rows if row.get("panel", TITLE).startswith(TITLE)}
     assert labels == {f"{study.runs[0].optimizer.peak_lr:g}"}
-    path = study_dir / step_result(study.runs[0], SPEC)
     for content in ("{", "[1]", '{"measured": []}'):
-        path.write_text(content)
+        first.write_text(content)
         with pytest.raises(UserError, match=r"result\.json"):
-            prediction.draw(Canvas(study, [], study_dir))
+            figure.draw(canvas)
 
 
 def test_an_increase_that_may_be_none_has_no_relative_difference():
@@ -188,16 +197,11 @@ def test_a_result_without_a_clear_increase_has_no_shares(study_dir, study):
     }
 
 
-def test_what_has_no_blocks_is_left_out_and_what_is_broken_is_refused(study_dir, study):
-    for run in study.runs[1:]:
-        (study_dir / run.name / RESULT).unlink()
-    path = study_dir / study.runs[0].name / RESULT
-    with edited(path) as content:
-        content["measured"]["blocks"] = []
+def test_results_without_blocks_have_no_figure(study_dir, study):
+    for run in study.runs:
+        with edited(study_dir / run.name / RESULT) as content:
+            content["measured"]["blocks"] = []
     assert blocks.draw(Canvas(study, [], study_dir)) is None
-    path.write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        blocks.draw(Canvas(study, [], study_dir))
 
 
 def test_a_real_result_is_drawn_and_equals_the_one_without_blocks(
@@ -249,7 +253,7 @@ def probed(tmp_path_factory, study):
         settings = ProbeConfig(every_steps=160, group_size=32, bits=bits) if bits else None
         runs.append(run.model_copy(update={"probe": settings}))
     changed = changed.model_copy(update={"runs": tuple(runs)})
-    directory = write_varied(tmp_path_factory.mktemp("probed") / changed.name, changed)
+    directory = write_study(tmp_path_factory.mktemp("probed") / changed.name, changed)
     for name, bits in widths.items():
         with RunDirectory(directory / name).metrics.open("a") as file:
             for step in STEPS:

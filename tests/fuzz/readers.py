@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 from base.digests import sealed
 from ckpt_tools.checkpoint import open_weights
@@ -27,7 +28,7 @@ from quant_eval.specs import parse_spec
 from quant_eval.tasks import documents
 from slurm import cluster
 from slurm.cluster import parse_sacct, parse_squeue
-from slurm.site import load_site
+from slurm.site import EXAMPLE, load_site
 from slurm.status.overview import look
 from slurm.status.table import lines_of
 from slurm.status.trainings import straggler_of, training_of
@@ -59,13 +60,14 @@ from train.data.documents import read_documents
 from train.data.manifest import read_manifest
 from train.data.tokenizer import load_tokenizer
 from train.model.config import parameter_shapes
-from train.run.config import dump_run, load_run, with_settings
+from train.run.config import RunConfig, dump_run, load_run, with_settings
 from train.run.dcp_metadata import read_metadata
 from train.run.directory import RunDirectory, read_checkpoint_record
 from train.run.environment import attempts
 from train.run.metrics import read_metrics
 
 Mutate = Callable[[Random, bytes], bytes]
+Make = Callable[[Path, "Sources"], list[Path]]
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Reader(NamedTuple):
         mutate: damages one of the files.
     """
 
-    make: Callable[[Path, Sources], list[Path]]
+    make: Make
     read: Callable[[Path], object]
     mutate: Mutate = mutated_json
 
@@ -133,8 +135,10 @@ for spec in (SPEC, "rtn-b4-g32-a8", "atom-b4-g128-keep0.03-a4", "nf4-g64", "int8
     _text(f"spec {spec}", spec, lambda text: parse_spec(text).name)
 
 
-def _set(text: str) -> object:
-    run = with_settings(resolve("tiny", "smoke").trained[0], text.split("\n"))
+RUN = resolve("tiny", "smoke").trained[0]
+
+
+def _used(run: RunConfig) -> object:
     return dump_run(run), run.tokens_at(run.total_steps), parameter_shapes(run.model)
 
 
@@ -142,19 +146,11 @@ for setting in (
     *("seed=7", "model.hidden_size=64", "optimizer.peak_lr=1e-3", "save_steps=[0,36,72]"),
     *("schedule.anneal=null", "zero.stage=1", "precision=bf16", "model.num_hidden_layers=2"),
 ):
-    _text(f"--set {setting}", setting, _set)
+    _text(f"--set {setting}", setting, lambda text: _used(with_settings(RUN, text.split("\n"))))
 
 # --- runs and studies ---
 
-
-def _run_json(path: Path) -> object:
-    run = load_run(path)
-    return dump_run(run), run.tokens_at(run.total_steps), parameter_shapes(run.model)
-
-
-_file(
-    "run.json", json.dumps(resolve("tiny", "smoke").trained[0].model_dump(mode="json")), _run_json
-)
+_file("run.json", RUN.model_dump_json(), lambda path: _used(load_run(path)))
 _file(
     "study.json",
     json.dumps(sealed(studies.watched_study().model_dump(mode="json"))),
@@ -186,7 +182,7 @@ def _training(directory: Path, _sources: Sources) -> list[Path]:
 
 
 def _read_training(directory: Path) -> object:
-    run = resolve("tiny", "smoke").trained[0].model_copy(update={"name": "lr3e-3"})
+    run = studies.changed(RUN, name="lr3e-3")
     return training_of(directory, run), straggler_of(RunDirectory(directory / "lr3e-3").ranks)
 
 
@@ -231,9 +227,14 @@ READERS["table.parquet"] = Reader(
 # --- HF directories ---
 
 
-def _model(directory: Path, sources: Sources) -> list[Path]:
-    shutil.copytree(sources.hf_dir, directory, dirs_exist_ok=True)
-    return [directory / "config.json"]
+def _copy(source: str, *names: str) -> Make:
+    """Return how one of the sources is copied, whose files of these names are damaged."""
+
+    def make(directory: Path, sources: Sources) -> list[Path]:
+        shutil.copytree(getattr(sources, source), directory, dirs_exist_ok=True)
+        return [directory / name for name in names]
+
+    return make
 
 
 def _configured(directory: Path) -> object:
@@ -242,12 +243,11 @@ def _configured(directory: Path) -> object:
     return empty_model(read_config(directory))
 
 
-READERS["config.json"] = Reader(_model, _configured)
+READERS["config.json"] = Reader(_copy("hf_dir", "config.json"), _configured)
 
 
 def _weights(directory: Path, sources: Sources) -> list[Path]:
-    source = HFWeights(sources.hf_dir)
-    write_weights(directory, source, shard_bytes=20_000)
+    write_weights(directory, HFWeights(sources.hf_dir), shard_bytes=20_000)
     return [directory / INDEX_JSON]
 
 
@@ -256,19 +256,14 @@ def _all_weights(directory: Path) -> object:
     return [read_whole(weights, name) for name in weights.tensors]
 
 
-def _safetensors(directory: Path, sources: Sources) -> list[Path]:
-    shutil.copytree(sources.hf_dir, directory, dirs_exist_ok=True)
-    return [directory / "model.safetensors"]
-
-
 READERS["index of weights"] = Reader(_weights, _all_weights)
-READERS["safetensors"] = Reader(_safetensors, _all_weights, mutated_header)
+READERS["safetensors"] = Reader(_copy("hf_dir", "model.safetensors"), _all_weights, mutated_header)
 
 
 def _exported(directory: Path, sources: Sources) -> list[Path]:
-    shutil.copytree(sources.hf_dir, directory, dirs_exist_ok=True)
+    files = _copy("hf_dir", "lineage.json")(directory, sources)
     write_lineage(directory, {"kind": "export", "parity": {"logits": 1e-6}, "run": "a"}, {})
-    return [directory / "lineage.json"]
+    return files
 
 
 READERS["lineage.json"] = Reader(
@@ -276,17 +271,14 @@ READERS["lineage.json"] = Reader(
 )
 
 
-def _tokenizer(directory: Path, sources: Sources) -> list[Path]:
-    shutil.copytree(sources.tokenizer_dir, directory, dirs_exist_ok=True)
-    return [directory / "tokenizer_config.json", directory / "tokenizer.json"]
-
-
 def _tokenized(directory: Path) -> object:
     tokenizer, eos = load_tokenizer(directory)
     return tokenizer.encode("a text of words").ids, eos
 
 
-READERS["tokenizer"] = Reader(_tokenizer, _tokenized)
+READERS["tokenizer"] = Reader(
+    _copy("tokenizer_dir", "tokenizer_config.json", "tokenizer.json"), _tokenized
+)
 RECORD = {"bytes": 1, "digest": "sha256:" + "0" * 64}
 _file(
     "download.json",
@@ -296,46 +288,44 @@ _file(
 # --- checkpoints ---
 
 
-def _checkpoint(directory: Path, sources: Sources, *names: str) -> list[Path]:
-    checkpoint = directory / "checkpoints/step00000020"
-    shutil.copytree(sources.run_dir / "checkpoints/step00000020", checkpoint)
-    shutil.copy(sources.run_dir / "run.json", directory)
-    return [path for name in names for path in sorted(checkpoint.glob(name))]
+STEP = "checkpoints/step00000020"
+
+
+def _checkpoint(files: str) -> Make:
+    def make(directory: Path, sources: Sources) -> list[Path]:
+        shutil.copytree(sources.run_dir / STEP, directory / STEP)
+        shutil.copy(sources.run_dir / "run.json", directory)
+        return sorted((directory / STEP).glob(files))
+
+    return make
 
 
 def _described(directory: Path) -> object:
-    checkpoint = directory / "checkpoints/step00000020"
-    describe(checkpoint)
-    return open_weights(checkpoint, read_checkpoint_record(checkpoint))
+    describe(directory / STEP)
+    return open_weights(directory / STEP, read_checkpoint_record(directory / STEP))
 
 
 def _tensors(directory: Path) -> object:
-    checkpoint = directory / "checkpoints/step00000020"
-    read_metadata(checkpoint)
-    stored = ShardedTensors(checkpoint)
+    read_metadata(directory / STEP)
+    stored = ShardedTensors(directory / STEP)
     names = [name for name in stored.tensors if not name.startswith("optimizer")]
     return [stored.read(name, 0, stored.tensors[name].shape[0]) for name in names]
 
 
-READERS["checkpoint.json"] = Reader(
-    lambda directory, sources: _checkpoint(directory, sources, "checkpoint.json"), _described
-)
-READERS[".metadata"] = Reader(
-    lambda directory, sources: _checkpoint(directory, sources, ".metadata"), _tensors, mutated_bytes
-)
-READERS[".distcp"] = Reader(
-    lambda directory, sources: _checkpoint(directory, sources, "__*.distcp"),
-    _tensors,
-    mutated_bytes,
-)
+READERS["checkpoint.json"] = Reader(_checkpoint("checkpoint.json"), _described)
+READERS[".metadata"] = Reader(_checkpoint(".metadata"), _tensors, mutated_bytes)
+READERS[".distcp"] = Reader(_checkpoint("__*.distcp"), _tensors, mutated_bytes)
 
 # --- text ---
 
 
-def _corpus(directory: Path, sources: Sources, *suffixes: str) -> list[Path]:
-    for suffix in ("json", "bin", "idx"):
-        shutil.copy(f"{sources.prefix}.{suffix}", directory / f"text.{suffix}")
-    return [directory / f"text.{suffix}" for suffix in suffixes]
+def _corpus(*suffixes: str) -> Make:
+    def make(directory: Path, sources: Sources) -> list[Path]:
+        for suffix in ("json", "bin", "idx"):
+            shutil.copy(f"{sources.prefix}.{suffix}", directory / f"text.{suffix}")
+        return [directory / f"text.{suffix}" for suffix in suffixes]
+
+    return make
 
 
 def _sequences(directory: Path) -> object:
@@ -355,12 +345,8 @@ def _resized(directory: Path) -> object:
     return _sequences(directory)
 
 
-READERS["manifest"] = Reader(
-    lambda directory, sources: _corpus(directory, sources, "json"), _sequences
-)
-READERS["token files"] = Reader(
-    lambda directory, sources: _corpus(directory, sources, "bin", "idx"), _resized, mutated_bytes
-)
+READERS["manifest"] = Reader(_corpus("json"), _sequences)
+READERS["token files"] = Reader(_corpus("bin", "idx"), _resized, mutated_bytes)
 _file(
     "jsonl",
     "".join(json.dumps({"text": f"document {number}", "n": number}) + "\n" for number in range(5)),
@@ -394,13 +380,9 @@ def _answering(read: Callable[[], object]) -> Callable[[str], object]:
     """Read what SLURM's commands print if they all print this text."""
 
     def answer(text: str) -> object:
-        before, seconds = cluster._run, cluster.TRY_SECONDS
-        cluster.TRY_SECONDS = 0.0
-        cluster._run = lambda *_, **__: SimpleNamespace(returncode=0, stdout=text, stderr="")  # type: ignore[assignment]
-        try:
+        ended = SimpleNamespace(returncode=0, stdout=text, stderr="")
+        with mock.patch.multiple(cluster, _run=lambda *_, **__: ended, TRY_SECONDS=0.0):
             return read()
-        finally:
-            cluster._run, cluster.TRY_SECONDS = before, seconds
 
     return answer
 
@@ -413,7 +395,6 @@ _text(
     _answering(cluster.max_array_size),
 )
 _text("scontrol hostnames", "node1\nnode2\n", _answering(lambda: cluster.hostnames("node[1-2]")))
-EXAMPLE = Path(__file__).resolve().parents[2] / "slurm/sites/example.toml"
 _file("site file", EXAMPLE.read_text(), load_site, mutated_lines, "site.toml")
 
 
@@ -439,13 +420,9 @@ def _submission(directory: Path, _sources: Sources) -> list[Path]:
 
 def _looked_at(directory: Path) -> object:
     study_dir = directory / "small"
-    before = cluster.states
-    cluster.states = lambda ids: {}  # type: ignore[assignment]
-    try:
+    with mock.patch.object(cluster, "states", return_value={}):
         complete_steps(study_dir, Ledger(study_dir, steps_of(load_study(study_dir))))
         return existing_submission(study_dir), excluded_nodes(study_dir), lines_of(look(study_dir))
-    finally:
-        cluster.states = before
 
 
 def _mutated_record(random: Random, content: bytes) -> bytes:

@@ -18,7 +18,6 @@ import pytest
 from base.errors import UserError
 from tests.fuzz.readers import READERS, Reader, Sources
 
-CASES, STRESSED_CASES = 25, 2000
 MOST_SECONDS = 5.0  # of CPU, for input of kilobytes
 MORE_BYTES = 3 << 30  # of address space than before: threads of torch map some
 
@@ -93,14 +92,8 @@ def sources(hf_dir, tokenizer_dir, train_prefix, trained) -> Sources:
     return Sources(hf_dir, tokenizer_dir, train_prefix, trained("dp1"))
 
 
+@pytest.mark.parametrize("cases", [25, pytest.param(2000, marks=pytest.mark.stress)])
 @pytest.mark.parametrize("name", READERS)
-def test_damaged_input_is_refused_in_one_line_or_valid(name, tmp_path, sources):
-    findings = _findings(name, tmp_path, sources, CASES)
-    assert not findings, "\n".join(findings)
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("name", READERS)
-def test_thousands_of_damages(name, tmp_path, sources):
-    findings = _findings(name, tmp_path, sources, STRESSED_CASES)
+def test_damaged_input_is_refused_in_one_line_or_valid(name, cases, tmp_path, sources):
+    findings = _findings(name, tmp_path, sources, cases)
     assert not findings, "\n".join(findings)

@@ -63,20 +63,18 @@ def cache(workbench: Workbench) -> list[CheckedFigure]:
         for name, changed in _cached(block, x_BLD, context).items():
             outputs.setdefault(name, []).append(changed(x_BLD, context).cpu())
         outputs.setdefault("plain", []).append(block(x_BLD, context).cpu())
+    unit = "of the output"
     figures = [
-        CheckedFigure(
-            f"KV cache, {name}: CPU against GPU", relative_error(*pair), "of the output", most=MOST
-        )
+        CheckedFigure(f"KV cache, {name}: CPU against GPU", relative_error(*pair), unit, most=MOST)
         for name, pair in outputs.items()
     ]
     differing = float((outputs["not cast"][1] != outputs["plain"][1]).sum())
     moved = relative_error(outputs["4 bits"][1], outputs["plain"][1])
+    name = "KV cache, not cast: entries that differ from sdpa's"
     return [
         *figures,
-        CheckedFigure(
-            "KV cache, not cast: entries that differ from sdpa's", differing, "", most=0.0
-        ),
-        CheckedFigure("KV cache, 4 bits: error", moved, "of the output"),
+        CheckedFigure(name, differing, "", most=0.0),
+        CheckedFigure("KV cache, 4 bits: error", moved, unit),
     ]
 
 

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 from unittest import mock
 
 import numpy as np
@@ -33,36 +33,22 @@ FP32_FLOPS = 0.75 * 67e12
 COLUMN_SECONDS = 16e-6  # of a column's six kernels within a CUDA graph
 
 
-class Walked(NamedTuple):
-    """A quantization: codes by weight, losses, and its seconds."""
-
-    codes: dict[str, Tensor]
-    losses: PairedLosses
-    seconds: float
-
-
 def walked(
-    model: Path,
-    calibration_NL: Tensor,
-    data: EvaluationSet,
-    device: torch.device,
-    *,
-    batch_size: int,
-) -> Walked:
-    """The walk through a model in fp32."""
+    model: Path, calibration_NL: Tensor, data: EvaluationSet, device: torch.device
+) -> tuple[dict[str, Tensor], PairedLosses]:
+    """Codes by weight, and losses, of the walk through a model in fp32."""
     codes: dict[str, Tensor] = {}
 
     def keep(name: str, rounded: Rounded, _: Transform) -> None:
         codes[name] = rounded.codes_OI
 
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
-    compute = ComputeSettings(batch_size=batch_size, device=kind)
+    compute = ComputeSettings(batch_size=8, device=kind)
     streamed = StreamedModel(model, HFWeights(model), DTYPES["fp32"], device)
     variant = Variant(parse_spec(SPEC), calibration_NL, keep=keep)
-    began_at = time.perf_counter()
     (quantized,) = walk(streamed, [variant], data, compute, Ranks(0, 1, device))
     assert quantized.losses
-    return Walked(codes, quantized.losses, time.perf_counter() - began_at)
+    return codes, quantized.losses
 
 
 def graph_and_plain(workbench: Workbench) -> list[CheckedFigure]:
@@ -88,16 +74,12 @@ def graph_and_plain(workbench: Workbench) -> list[CheckedFigure]:
         plain_OI, plain_seconds = codes_and_seconds()
     each = 1e6 * graph_seconds / width
     note = f"{each:.3g} us a column; expected 13 to 20 on an H100"
+    equal = float((graph_OI == plain_OI).double().mean())
+    name = "GPTQ, columns as a CUDA graph: codes of the plain kernels"
+    ratio = plain_seconds / graph_seconds
     return [
-        CheckedFigure(
-            "GPTQ, columns as a CUDA graph: codes of the plain kernels",
-            float((graph_OI == plain_OI).double().mean()),
-            "of all",
-            least=1.0,
-        ),
-        CheckedFigure(
-            "GPTQ, plain columns over the graph's", plain_seconds / graph_seconds, "x", note=note
-        ),
+        CheckedFigure(name, equal, "of all", least=1.0),
+        CheckedFigure("GPTQ, plain columns over the graph's", ratio, "x", note=note),
     ]
 
 
@@ -113,19 +95,15 @@ def bf16_hessian(workbench: Workbench) -> list[CheckedFigure]:
     size_I = exact_II.diagonal().sqrt()
     error = (hessian.mean("linear") - exact_II).abs() / (size_I[:, None] * size_I)
     note = "2.5e-6 on an H200: tensor cores cut off what they add up in fp32"
-    return [
-        CheckedFigure(
-            "Hessian of bf16 inputs against float64", float(error.max()), most=1e-5, note=note
-        )
-    ]
+    name = "Hessian of bf16 inputs against float64"
+    return [CheckedFigure(name, float(error.max()), most=1e-5, note=note)]
 
 
 def evaluation(vocabulary: int, length: int) -> EvaluationSet:
     """Four random documents."""
     rows = random_tokens(4, length, vocabulary).numpy()
-    return EvaluationSet(
-        [np.ascontiguousarray(row) for row in rows], list(range(4)), list(range(4)), 0
-    )
+    documents = [np.ascontiguousarray(row) for row in rows]
+    return EvaluationSet(documents, list(range(4)), list(range(4)), 0)
 
 
 def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
@@ -135,31 +113,17 @@ def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
     calibration_NL = random_tokens(48, length, model.vocab_size)
     data = evaluation(model.vocab_size, length)
     devices = (torch.device("cpu"), workbench.torch_device)
-    here, there = (
-        walked(directory, calibration_NL, data, device, batch_size=8) for device in devices
-    )
-    equal = sum(int((here.codes[name] == there.codes[name]).sum()) for name in here.codes)
-    total = sum(codes.numel() for codes in here.codes.values())
-    divergences = [
-        float(outcome.losses.kl.sum() / outcome.losses.tokens.sum()) for outcome in (here, there)
-    ]
-    full = [
-        float(outcome.losses.nll.sum() / outcome.losses.tokens.sum()) for outcome in (here, there)
-    ]
+    here, there = (walked(directory, calibration_NL, data, device) for device in devices)
+    codes, codes_there = here[0], there[0]
+    equal = sum(int((codes[name] == codes_there[name]).sum()) for name in codes)
+    total = sum(codes_OI.numel() for codes_OI in codes.values())
+    kl = [float(losses.kl.sum() / losses.tokens.sum()) for _, losses in (here, there)]
+    nll = [float(losses.nll.sum() / losses.tokens.sum()) for _, losses in (here, there)]
+    name, unit = "GPTQ, CPU against GPU", "relative difference"
     return [
-        CheckedFigure("GPTQ, CPU against GPU: equal codes", equal / total, "of all", least=0.999),
-        CheckedFigure(
-            "GPTQ, CPU against GPU: loss",
-            abs(full[1] / full[0] - 1),
-            "relative difference",
-            most=1e-5,
-        ),
-        CheckedFigure(
-            "GPTQ, CPU against GPU: KL divergence",
-            abs(divergences[1] / divergences[0] - 1),
-            "relative difference",
-            most=1e-2,
-        ),
+        CheckedFigure(f"{name}: equal codes", equal / total, "of all", least=0.999),
+        CheckedFigure(f"{name}: loss", abs(nll[1] / nll[0] - 1), unit, most=1e-5),
+        CheckedFigure(f"{name}: KL divergence", abs(kl[1] / kl[0] - 1), unit, most=1e-2),
     ]
 
 
@@ -171,9 +135,10 @@ def block_seconds(workbench: Workbench) -> list[CheckedFigure]:
     calibration_NL = random_tokens(sequences, length, model.vocab_size)
     data = evaluation(model.vocab_size, length)
     few = calibration_NL[: max(1, sequences // 16)]
-    walked(directory, few, data, workbench.torch_device, batch_size=8)
-    seconds = walked(directory, calibration_NL, data, workbench.torch_device, batch_size=8).seconds
-    each = seconds / model.num_hidden_layers
+    walked(directory, few, data, workbench.torch_device)
+    began_at = time.perf_counter()
+    walked(directory, calibration_NL, data, workbench.torch_device)
+    each = (time.perf_counter() - began_at) / model.num_hidden_layers
     expected = roofline_seconds(model, sequences * length)
     note = (
         f"roofline {expected:.2g} s: Hessians in fp64 at 45 TFLOP/s, forward passes in fp32 at 50,"

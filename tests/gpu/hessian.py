@@ -2,10 +2,8 @@
 
 import re
 import time
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from base.ranks import Ranks
 from curvature.cost.plan import GpuPlan, estimate
@@ -15,27 +13,16 @@ from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.settings import HutchinsonSettings
 from tests.gpu.figures import CheckedFigure, relative_error
-from tests.gpu.workbench import Workbench, random_tokens
-from train.model.config import ModelConfig, hf_settings
+from tests.gpu.workbench import Workbench, random_model, random_tokens
 
 ROUNDS = 3
-
-
-def random_model(model: ModelConfig, length: int, device: torch.device) -> Any:
-    """In fp32, made where it is."""
-    config = AutoConfig.for_model(model.family, **hf_settings(model, length, 0))
-    torch.manual_seed(0)
-    with device:
-        return AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
 
 
 def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
     """The same product on both."""
     model, length = workbench.sizes.compared, workbench.sizes.compared_length
     tokens_BS1 = random_tokens(2, length + 1, model.vocab_size)
-    network = random_model(model, length, torch.device("cpu"))
+    network = random_model(model, length)
     products: list[HessianProduct] = []
     for device in (torch.device("cpu"), workbench.torch_device):
         curved = CurvedModel(network.to(device), ranks=Ranks(0, 1, device))
@@ -43,30 +30,17 @@ def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
         products.append(hessian.product(tokens_BS1, hessian.parameters.probe(Probe(0, 0))))
         with observed(lambda function, arguments: function(*arguments)):
             line_by_line = hessian.product(tokens_BS1, hessian.parameters.probe(Probe(0, 0)))
-        network = random_model(model, length, torch.device("cpu"))
-    here, there = (product.hv_p for product in products)
+        network = random_model(model, length)
+    here, there = products
+    name = "Hv in fp32, functions compiled against line by line"
+    plain = relative_error(line_by_line.hv_p, there.hv_p)
+    moved, slope = relative_error(there.hv_p, here.hv_p), abs(there.slope - here.slope)
+    loss = abs(there.loss / here.loss - 1)
     return [
-        CheckedFigure(
-            "Hv in fp32, CPU against GPU", relative_error(there, here), "relative", most=1e-4
-        ),
-        CheckedFigure(
-            "Hv in fp32, functions compiled against line by line",
-            relative_error(line_by_line.hv_p, there),
-            "relative",
-            most=1e-5,
-        ),
-        CheckedFigure(
-            "loss beside it",
-            abs(products[1].loss / products[0].loss - 1),
-            "relative difference",
-            most=1e-5,
-        ),
-        CheckedFigure(
-            "g.v beside it",
-            abs(products[1].slope - products[0].slope),
-            "nats/token, difference",
-            most=1e-2,
-        ),
+        CheckedFigure("Hv in fp32, CPU against GPU", moved, "relative", most=1e-4),
+        CheckedFigure(name, plain, "relative", most=1e-5),
+        CheckedFigure("loss beside it", loss, "relative difference", most=1e-5),
+        CheckedFigure("g.v beside it", slope, "nats/token, difference", most=1e-2),
     ]
 
 
@@ -77,19 +51,14 @@ def vectors_on_the_host(workbench: Workbench) -> list[CheckedFigure]:
     device = workbench.torch_device
     results = []
     for vectors in (device, torch.device("cpu")):
-        network = random_model(model, length, torch.device("cpu")).to(device)
+        network = random_model(model, length).to(device)
         hessian = DualHessian(CurvedModel(network, ranks=Ranks(0, 1, device), vectors=vectors))
         v_p = hessian.parameters.probe(Probe(0, 0))
         results.append(hessian.mean_product(batches_BS1, v_p).hv_p)
     on_device, on_host = results
-    return [
-        CheckedFigure(
-            "Hv of two batches, vectors on the host against the GPU",
-            relative_error(on_host, on_device),
-            "relative",
-            most=1e-5,  # gradients of embeddings are summed by atomics, in any order
-        )
-    ]
+    name = "Hv of two batches, vectors on the host against the GPU"
+    # gradients of embeddings are summed by atomics, in any order
+    return [CheckedFigure(name, relative_error(on_host, on_device), "relative", most=1e-5)]
 
 
 def seconds(workbench: Workbench) -> list[CheckedFigure]:
@@ -104,11 +73,8 @@ def seconds(workbench: Workbench) -> list[CheckedFigure]:
         lambda_max=False,
         device=workbench.device,  # type: ignore[arg-type]
     )
-    kind = (
-        re.search(r"A100|H100|H200", torch.cuda.get_device_name())
-        if workbench.device == "cuda"
-        else None
-    )
+    name_of_gpu = torch.cuda.get_device_name() if workbench.device == "cuda" else ""
+    kind = re.search(r"A100|H100|H200", name_of_gpu)
     gpu = kind[0].lower() if kind else "h200"
     cost = estimate(network.config, settings, GpuPlan(1, gpu))
     hessian = DualHessian(CurvedModel(network, ranks=Ranks(0, 1, device), dtype=torch.bfloat16))
@@ -124,13 +90,10 @@ def seconds(workbench: Workbench) -> list[CheckedFigure]:
         CheckedFigure(what, each, "s", note=f"estimated for {gpu}: {cost.product_seconds:.3g} s")
     ]
     if memory := workbench.peak_memory():
-        planned = sum(cost.memory.values())
-        figures += [
-            CheckedFigure(
-                f"{what}: over the estimate", each / cost.product_seconds, "", least=0.5, most=2.0
-            ),
-            CheckedFigure(
-                f"{what}: peak memory over the estimate", memory / planned, "", least=0.5, most=1.0
-            ),
-        ]
+        ratios = {
+            f"{what}: over the estimate": (each / cost.product_seconds, 2.0),
+            f"{what}: peak memory over the estimate": (memory / sum(cost.memory.values()), 1.0),
+        }
+        for title, (ratio, most) in ratios.items():
+            figures.append(CheckedFigure(title, ratio, "", least=0.5, most=most))
     return figures

@@ -32,15 +32,12 @@ def rope(workbench: Workbench) -> list[CheckedFigure]:
     turned, _ = normed_and_rotated(
         query, query, weight, weight, rotary_base=ROPE_BASE, eps=1e-6, group=None
     )
-    return [
-        CheckedFigure(
-            "norm and rotary embedding in bf16, as it is trained",
-            relative_error(turned, exact),
-            "relative error",
-            most=1.7e-3,
-            note="rounding once leaves 1.64e-3",
-        )
-    ]
+    name, error = (
+        "norm and rotary embedding in bf16, as it is trained",
+        relative_error(turned, exact),
+    )
+    note = "rounding once leaves 1.64e-3"
+    return [CheckedFigure(name, error, "relative error", most=1.7e-3, note=note)]
 
 
 def documents(workbench: Workbench) -> list[CheckedFigure]:
@@ -60,16 +57,12 @@ def documents(workbench: Workbench) -> list[CheckedFigure]:
         output = attention_in_documents(inputs[0], inputs[1], inputs[2], bounds.to(device), longest)
         output.float().square().sum().backward()
         outcomes.append([output.detach(), *(x.grad for x in inputs if x.grad is not None)])
+    names = ("output", "gradient of q", "gradient of k", "gradient of v")
+    errors = map(relative_error, *outcomes)
+    what = "attention inside documents in bf16"
     return [
-        CheckedFigure(
-            f"attention inside documents in bf16, {name}",
-            relative_error(result, exact),
-            "relative error",
-            most=1e-2,
-        )
-        for name, result, exact in zip(
-            ("output", "gradient of q", "gradient of k", "gradient of v"), *outcomes, strict=True
-        )
+        CheckedFigure(f"{what}, {name}", error, "relative error", most=1e-2)
+        for name, error in zip(names, errors, strict=True)
     ]
 
 
@@ -89,20 +82,12 @@ def sums(workbench: Workbench) -> list[CheckedFigure]:
         add_product(total_AB, left_NA[rows].to(device), right_NB[rows].to(device))
     of_tokens = torch.zeros(64, 256).double().index_add_(0, ids_N, right_NB.double())
     product = left_NA.double().T @ right_NB.double()
+    errors = (relative_error(table_VB.grad, of_tokens), relative_error(total_AB, product))
+    names = ("gradient of an embedding in bf16", "products of bf16 chunks, summed in fp32")
+    note, unit = "rounding once leaves 1.7e-3", "relative error"
     return [
-        CheckedFigure(
-            "gradient of an embedding in bf16",
-            relative_error(table_VB.grad, of_tokens),
-            "relative error",
-            most=2e-3,
-            note="rounding once leaves 1.7e-3",
-        ),
-        CheckedFigure(
-            "products of bf16 chunks, summed in fp32",
-            relative_error(total_AB, product),
-            "relative error",
-            most=1e-5,
-        ),
+        CheckedFigure(names[0], errors[0], unit, most=2e-3, note=note),
+        CheckedFigure(names[1], errors[1], unit, most=1e-5),
     ]
 
 
@@ -123,11 +108,11 @@ def nccl(workbench: Workbench) -> list[CheckedFigure]:
     workbench.synchronize()
     seconds = time.perf_counter() - began_at
     agreed = float(from_rank_zero("here") == "here" and largest([1.0, 2.0]) == [1.0, 2.0])
-    backend = dist.get_backend()
+    what = f"{dist.get_backend()}, one rank"
     dist.destroy_process_group()
     return [
-        CheckedFigure(f"{backend}, one rank: wrong entries of a sum", wrong, "", most=0.0),
-        CheckedFigure(f"{backend}, one rank: control group", agreed, "1 is right", least=1.0),
-        CheckedFigure(f"{backend}, one rank: start and first sum", started, "s", most=60.0),
-        CheckedFigure(f"{backend}, one rank: sum of {workbench.sizes.megabytes} MB", seconds, "s"),
+        CheckedFigure(f"{what}: wrong entries of a sum", wrong, "", most=0.0),
+        CheckedFigure(f"{what}: control group", agreed, "1 is right", least=1.0),
+        CheckedFigure(f"{what}: start and first sum", started, "s", most=60.0),
+        CheckedFigure(f"{what}: sum of {workbench.sizes.megabytes} MB", seconds, "s"),
     ]

@@ -4,17 +4,14 @@ A job whose library computed elsewhere than it was told fails (`quant_eval.libra
 """
 
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from quant_eval.libraries.job import WEIGHTS, Job, run_job
-from quant_eval.specs import parse_spec
 from tests.gpu.figures import CheckedFigure, SkippedError
 from tests.gpu.workbench import Workbench, hf_model, random_tokens
+from tests.quant_eval.libraries.jobs import make_job, weights_of
 
 SPECS = ("gptqmodel-b4-g32", "gptaq-b4-g32", "awq-b4-g32")
 # The linears whose inputs are the same on both. After them a code that falls on the other side
@@ -30,29 +27,27 @@ def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
         raise SkippedError("gptqmodel and llmcompressor are not installed")
     model, length = workbench.sizes.compared, workbench.sizes.compared_length
     directory = hf_model(workbench.work / "model", model, length)
-    ids = workbench.work / "ids.safetensors"
-    save_file({"input_ids": random_tokens(48, length, model.vocab_size)}, ids)
+    ids_NL = random_tokens(48, length, model.vocab_size)
     plain = load_file(directory / "model.safetensors")
-    figures = []
+    figures, threads = [], torch.get_num_threads()
     for spec in SPECS:
-        here, there = (weights_of(workbench, directory, ids, spec, on) for on in ("cpu", "cuda"))
+        out = workbench.work / spec
+        jobs = [
+            make_job(directory, spec, out / device, ids_NL, device=device, threads=threads)
+            for device in ("cpu", "cuda")
+        ]
+        here, there = map(weights_of, jobs)
         first = [f"model.layers.0.self_attn.{linear}.weight" for linear in FIRST]
         errors = [error_norm(weights, plain) for weights in (here, there)]
         name = f"{spec}, CPU against GPU"
+        first_equal, equal = (equal_share(here, there, names) for names in (first, list(here)))
+        moved = abs(errors[1] / errors[0] - 1)
         figures += [
             CheckedFigure(
-                f"{name}: equal weights of the first linears",
-                equal_share(here, there, first),
-                "of all",
-                least=0.99,
+                f"{name}: equal weights of the first linears", first_equal, "of all", least=0.99
             ),
-            CheckedFigure(f"{name}: equal weights", equal_share(here, there, list(here)), "of all"),
-            CheckedFigure(
-                f"{name}: norm of the error",
-                abs(errors[1] / errors[0] - 1),
-                "relative difference",
-                most=0.01,
-            ),
+            CheckedFigure(f"{name}: equal weights", equal, "of all"),
+            CheckedFigure(f"{name}: norm of the error", moved, "relative difference", most=0.01),
         ]
     return figures
 
@@ -66,21 +61,3 @@ def equal_share(here: dict[str, Tensor], there: dict[str, Tensor], names: list[s
 def error_norm(weights: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
     """The Frobenius norm of all that quantization changed."""
     return sum(float((weights[name] - plain[name]).square().sum()) for name in weights) ** 0.5
-
-
-def weights_of(
-    workbench: Workbench, directory: Path, ids: Path, spec: str, device: Literal["cpu", "cuda"]
-) -> dict[str, Tensor]:
-    """The weights that the spec's library makes on a device."""
-    job = Job(
-        hf_dir=directory,
-        spec=parse_spec(spec),
-        calibration=ids,
-        dtype="fp32",
-        device=device,
-        batch_size=8,
-        threads=torch.get_num_threads(),
-        out=workbench.work / f"{spec}-{device}",
-    )
-    run_job(job)
-    return load_file(job.out / WEIGHTS)

@@ -20,7 +20,7 @@ def in_vllm(workbench: Workbench) -> list[CheckedFigure]:
     """The loss that vLLM computes with a saved checkpoint, against that of the saved model."""
     if not find_spec("vllm"):
         raise SkippedError("vLLM is not installed; it would need a GPU")
-    from tests.quant_eval.saved.blocks import save_measured
+    from tests.quant_eval.saved.examples import save_measured
 
     sizes = workbench.sizes
     directory = hf_model(workbench.work / "model", sizes.compared, sizes.compared_length)

@@ -62,23 +62,26 @@ def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
     first, resumed = (
         _weights(workbench.work / name, steps, sizes.compared) for name in ("gpu", "again")
     )
-    difference = max(float((first[name] - resumed[name]).abs().max()) for name in first)
+    runs, middle = [workbench.work / name for name in ("cpu", "gpu")], steps // 2
+    rounded = apart(*(_rounded_losses(run, middle) for run in runs))
+    unit = "nats/token, largest difference"
     return [
         CheckedFigure(
             f"losses of {steps} steps in fp32, CPU against GPU",
-            apart(losses(workbench.work / "cpu"), losses(workbench.work / "gpu")),
-            "nats/token, largest difference",
+            apart(*map(losses, runs)),
+            unit,
             most=1e-3,
         ),
+        # a weight midway between two points may take the other one
         CheckedFigure(
-            f"losses with weights rounded at step {steps // 2}, CPU against GPU",
-            apart(*(_rounded_losses(workbench.work / name, steps // 2) for name in ("cpu", "gpu"))),
-            "nats/token, largest difference",
-            most=1e-2,  # a weight midway between two points may take the other one
+            f"losses with weights rounded at step {middle}, CPU against GPU",
+            rounded,
+            unit,
+            most=1e-2,
         ),
         CheckedFigure(
-            f"weights after resuming at step {steps // 2}, against never stopped",
-            difference,
+            f"weights after resuming at step {middle}, against never stopped",
+            max(float((first[name] - resumed[name]).abs().max()) for name in first),
             "largest difference",
             most=0.0,
         ),
@@ -220,24 +223,15 @@ def speed(workbench: Workbench, name: str) -> list[CheckedFigure]:
     ]
     if peak:
         note = "model FLOPs over the dense bf16 peak; below the limit the GPU waits for its host"
-        figures.append(
-            CheckedFigure(
-                f"{shape}: MFU", flops / seconds / peak, "of the peak", least=0.15, note=note
-            )
-        )
+        share = flops / seconds / peak
+        figures.append(CheckedFigure(f"{shape}: MFU", share, "of the peak", least=0.15, note=note))
     if memory := workbench.peak_memory():
         note = f"planned {planned / 1e9:.1f} GB, of which 4 GB for what the allocator does not see"
-        figures.append(CheckedFigure(f"{shape}: peak memory", memory / 1e9, "GB"))
-        figures.append(
-            CheckedFigure(
-                f"{shape}: peak memory over the planned",
-                memory / planned,
-                "",
-                least=0.5,
-                most=1.0,
-                note=note,
-            )
-        )
+        name_of_ratio = f"{shape}: peak memory over the planned"
+        figures += [
+            CheckedFigure(f"{shape}: peak memory", memory / 1e9, "GB"),
+            CheckedFigure(name_of_ratio, memory / planned, "", least=0.5, most=1.0, note=note),
+        ]
     return figures
 
 

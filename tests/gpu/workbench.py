@@ -217,11 +217,17 @@ def _train(directory: Path, device: str, errors: Path, options: tuple[str, ...])
     runpy.run_module("train", run_name="__main__", alter_sys=True)
 
 
-def hf_model(directory: Path, model: ModelConfig, length: int) -> Path:
-    """Random weights, norms included, as an HF directory."""
+def random_model(model: ModelConfig, length: int, device: torch.device | None = None) -> Any:
+    """Random weights in fp32, norms of 1, made where they are: on the CPU unless told."""
     config = AutoConfig.for_model(model.family, **hf_settings(model, length, 0))
     torch.manual_seed(0)
-    network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with device or torch.device("cpu"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def hf_model(directory: Path, model: ModelConfig, length: int) -> Path:
+    """Random weights, norms included, as an HF directory."""
+    network = random_model(model, length)
     with torch.no_grad():
         for name, weight in network.named_parameters():
             if "norm" in name:

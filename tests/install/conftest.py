@@ -11,8 +11,8 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from tests.install.wheels import index, wheel
+from tests.runs import PROJECT
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 COPIED = (
     "Makefile",
     "pyproject.toml",

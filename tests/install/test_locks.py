@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from install import machine, packages, settings
-from tests.install.conftest import PROJECT
+from tests.runs import PROJECT
 
 LEFT_OUT = {"torchao", "maturin", "torchvision", "pypcre"}
 PYTHONS = ("3.12", "3.13")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from install import machine, settings
-from tests.install.conftest import PROJECT
+from tests.runs import PROJECT, write_program
 
 HEAD = "| NVIDIA-SMI {0}    Driver Version: {0}    CUDA Version: {1}     |"
 NEW_HEAD = "| NVIDIA-SMI {0}    KMD Version: {0}     CUDA UMD Version: {1}     |"
@@ -125,11 +125,8 @@ def test_a_machine_without_a_driver_is_not_refused():
 def write_pythons(folder: Path, pythons: dict[str, str]) -> None:
     """Pythons that say their version (empty: shims of pyenv for a Python that is not chosen)."""
     for name, version in pythons.items():
-        python = folder / name
-        python.parent.mkdir(parents=True, exist_ok=True)
         answer = f"echo {version}" if version else "echo 'pyenv: command not found' >&2; exit 127"
-        python.write_text(f"#!/bin/sh\n{answer}\n")
-        python.chmod(0o755)
+        write_program(folder / name, f"#!/bin/sh\n{answer}\n")
 
 
 @pytest.mark.parametrize(

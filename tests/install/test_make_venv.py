@@ -12,6 +12,7 @@ import pytest
 from install.packages import UV, certificates, fetched_uv
 from tests.install.conftest import errors, installed, make
 from tests.install.wheels import index, wheel
+from tests.runs import write_program
 
 MISSING = "libnccl.so.2: cannot open shared object file"
 
@@ -78,12 +79,8 @@ def test_uv_is_fetched_where_none_is_installed_and_no_mirror_is_configured(check
     name, _, version = UV.partition("==")
     wheel(tmp_path / "pypi", name, version, program=STAND_IN_FOR_UV)
     index(tmp_path / "pypi")
-    shims = tmp_path / "shims"
-    shims.mkdir()
-    (shims / "uv").write_text("#!/bin/sh\nexit 127\n")
-    (shims / "uv").chmod(0o755)
-
-    path = f"{shims}:{os.environ['PATH']}"
+    shim = write_program(tmp_path / "shims/uv", "#!/bin/sh\nexit 127\n")
+    path = f"{shim.parent}:{os.environ['PATH']}"
     done = make(checkout, index_of(checkout, "cpu"), INSTALLER="", PATH=path)
     assert "download: 5 packages by uv (faster than pip)" in done.stdout
     assert done.returncode == 0, done.stderr
@@ -155,10 +152,8 @@ def python_of(folder: Path) -> str:
         "exec(sys.argv[0]) if flag == '-c' else runpy.run_module(sys.argv[0], run_name='__main__',"
         " alter_sys=True)\n"
     )
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{spoof}" "$@"\n')
-    python.chmod(0o755)
-    return str(python)
+    program = f'#!/bin/sh\nexec "{sys.executable}" "{spoof}" "$@"\n'
+    return str(write_program(folder / "python", program))
 
 
 DRIVER = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 12.4     |"
@@ -166,9 +161,7 @@ DRIVER = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: 1
 
 def nvidia_smi(folder: Path) -> str:
     """PATH with an nvidia-smi of a driver for CUDA 12."""
-    folder.mkdir()
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho '{DRIVER}'\n")
-    (folder / "nvidia-smi").chmod(0o755)
+    write_program(folder / "nvidia-smi", f"#!/bin/sh\necho '{DRIVER}'\n")
     return f"{folder}:{os.environ['PATH']}"
 
 

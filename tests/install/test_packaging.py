@@ -5,7 +5,7 @@ import subprocess
 import sys
 import zipfile
 
-from tests.install.conftest import PROJECT
+from tests.runs import PROJECT
 
 FOLDERS = ("base", "ckpt_tools", "curvature", "dynamics", "quant_eval", "slurm", "study", "train")
 DATA = ("slurm/sites/*.toml", "study/report/templates/*.html")

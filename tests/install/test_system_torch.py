@@ -1,6 +1,7 @@
 """`make venv SYSTEM_TORCH=1` beside a Python that has its own torch and Transformer Engine."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -112,10 +113,7 @@ def test_a_python_whose_torch_does_not_do_is_refused(checkout, tmp_path, torch, 
     if torch:
         metadata.write_text(metadata.read_text().replace(TORCH, torch))
     else:
-        metadata.unlink()
-        metadata.with_name("RECORD").unlink()
-        metadata.with_name("WHEEL").unlink()
-        metadata.parent.rmdir()
+        shutil.rmtree(metadata.parent)
 
     (line,) = errors(make(checkout, "SYSTEM_TORCH=1", PYTHON3=python))
     assert words.format(oldest=machine.oldest_torch()) in line

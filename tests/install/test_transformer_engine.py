@@ -22,8 +22,8 @@ from install.transformer_engine import (
     steps,
     summary,
 )
+from tests.runs import PROJECT
 
-PROJECT = Path(__file__).resolve().parents[2]
 FIT = BuildMachine(
     cuda="13.0",
     compiler="/usr/bin/c++",

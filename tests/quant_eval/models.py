@@ -1,8 +1,10 @@
-"""A tiny random model of every architecture as an HF directory, read block by block or whole.
+"""A tiny random model of every architecture as an HF directory, read block by block or whole, and
+texts for it.
 
 Shapes: T tokens of a block.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from ckpt_tools.formats.hf_weights import HFWeights
 from quant_eval.model.streamed import StreamedModel
 from quant_eval.settings import RunSettings
+from train.data.prepare import prepare
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -51,7 +54,7 @@ def run_settings(calibration: Path, evaluation: Path, **changes: Any) -> RunSett
     return RunSettings(calibration=calibration, eval=evaluation, **given)
 
 
-def make_model(directory: Path, name: str, **changes: Any) -> Path:
+def random_model(name: str, **changes: Any) -> Any:
     """Random weights, norms and biases included: at their initial 1 and 0 a swapped or dropped
     one would go unseen.
     """
@@ -67,8 +70,22 @@ def make_model(directory: Path, name: str, **changes: Any) -> Path:
                 weight.uniform_(0.2, 1.0)
             else:
                 weight.normal_(std=0.15)
-    model.save_pretrained(directory)
+    return model
+
+
+def make_model(directory: Path, name: str, **changes: Any) -> Path:
+    """The HF directory of a random model."""
+    random_model(name, **changes).save_pretrained(directory)
     return directory
+
+
+def token_file(prefix: Path, texts: Iterable[str], tokenizer_dir: Path) -> Path:
+    """A token file of texts, each a document."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    source = prefix.with_suffix(".jsonl")
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare([source], tokenizer_dir, prefix)
+    return prefix
 
 
 def open_model(directory: Path, dtype: torch.dtype = torch.float32) -> StreamedModel:

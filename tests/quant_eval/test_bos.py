@@ -1,7 +1,6 @@
 """BOS before texts: losses against transformers' own tokenizer and lm-eval's."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,8 @@ import lm_eval.models.huggingface
 import numpy as np
 import pytest
 from lm_eval.api.instance import Instance
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from base.errors import UserError
@@ -18,64 +19,29 @@ from quant_eval.measuring.losses import evaluation_set
 from quant_eval.measuring.measurement import measure
 from quant_eval.settings import Bos
 from quant_eval.specs import parse_spec
-from tests.quant_eval.models import make_model, mean_loss, run_settings
+from tests.quant_eval.models import make_model, mean_loss, run_settings, token_file
 from tests.quant_eval.test_losses import corpus_of
-from train.data.prepare import prepare
 
 BOS = 320  # the first id after those of the shared tokenizer
 LENGTH = 24
 # Of a few and of many windows; an empty one has no target, and its own BOS gives it none.
 TEXTS = [" ".join(f"word{i * j % 37}" for j in range(3 + 7 * (i % 5))) for i in range(30)]
 
-Change = Callable[[dict[str, Any], dict[str, Any]], None]
 
-
-def template(*parts: str) -> Change:
-    """A tokenizer with special tokens before or after the text A."""
-
-    def change(tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
-        names = [part for part in parts if part != "A"]
-        ids = {"<s>": BOS, "<t>": BOS + 1}
-        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        tokenizer["added_tokens"] += [
-            {"id": ids[name], "content": name, "special": True, **plain} for name in names
-        ]
-        of_part = [
-            {"Sequence": {"id": "A", "type_id": 0}}
-            if part == "A"
-            else {"SpecialToken": {"id": part, "type_id": 0}}
-            for part in parts
-        ]
-        tokenizer["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": of_part,
-            "pair": [*of_part, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {
-                name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in names
-            },
-        }
-        config["bos_token"] = "<s>"
-
-    return change
-
-
-def without_a(tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
-    """A tokenizer with a template that has no token for an a."""
-    template("<s>", "A")(tokenizer, config)
-    model = tokenizer["model"]
-    kept = {token: index for token, index in model["vocab"].items() if "a" not in token}
-    model |= {"vocab": kept, "merges": []}
-
-
-def write_tokenizer(directory: Path, source: Path, change: Change) -> Path:
+def write_tokenizer(directory: Path, source: Path, template: str | None) -> Path:
+    """The tokenizer with special tokens where the template has them, around the text $A."""
     directory.mkdir(exist_ok=True)
-    parts = [
-        json.loads((source / f"{name}.json").read_text())
-        for name in ("tokenizer", "tokenizer_config")
-    ]
-    change(*parts)
-    for name, part in zip(("tokenizer", "tokenizer_config"), parts, strict=True):
-        (directory / f"{name}.json").write_text(json.dumps(part))
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    if template:
+        tokenizer.add_special_tokens(["<s>", "<t>"])
+        special = [("<s>", BOS), ("<t>", BOS + 1)]
+        tokenizer.post_processor = TemplateProcessing(
+            single=template, pair=f"{template} $B:1", special_tokens=special
+        )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    bos = {"bos_token": "<s>"} if template else {}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | bos))
     return directory
 
 
@@ -85,7 +51,7 @@ def beginning(tmp_path_factory, tokenizer_dir) -> Path:
     directory = make_model(
         tmp_path_factory.mktemp("hf") / "llama", "llama", vocab_size=BOS + 2, bos_token_id=BOS
     )
-    return write_tokenizer(directory, tokenizer_dir, template("<s>", "A"))
+    return write_tokenizer(directory, tokenizer_dir, "<s> $A")
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +63,11 @@ def tokenizer(beginning) -> PreTrainedTokenizerBase:
 def prefixes(tmp_path_factory, beginning) -> tuple[Path, Path]:
     """Token files for calibration and evaluation, of which the latter are TEXTS."""
     root = tmp_path_factory.mktemp("texts")
-    for name, texts in (
-        ("train", [" ".join(f"other{i * j % 41}" for j in range(60)) for i in range(40)]),
-        ("held_out", TEXTS),
-    ):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (root / f"{name}.jsonl").write_text(lines)
-        prepare([root / f"{name}.jsonl"], beginning, root / name)
-    return root / "train", root / "held_out"
+    train = [" ".join(f"other{i * j % 41}" for j in range(60)) for i in range(40)]
+    return (
+        token_file(root / "train", train, beginning),
+        token_file(root / "held_out", TEXTS, beginning),
+    )
 
 
 def loss_of_transformers(
@@ -162,35 +125,38 @@ def test_losses_are_those_of_lm_eval(tmp_path, beginning, tokenizer, prefixes):
 
 
 @pytest.mark.parametrize(
-    ("change", "ids"),
-    [
-        (lambda *_: None, ()),
-        (template("<s>", "A"), (BOS,)),
-        (template("A", "<s>"), ()),
-        (template("<s>", "A", "<t>"), (BOS,)),
-    ],
-    ids=["none", "before", "after", "both"],
+    ("template", "ids"),
+    [(None, ()), ("<s> $A", (BOS,)), ("$A <s>", ()), ("<s> $A <t>", (BOS,))],
 )
-def test_the_template_is_that_of_the_tokenizer(tmp_path, tokenizer_dir, change, ids):
-    directory = write_tokenizer(tmp_path / "t", tokenizer_dir, change)
+def test_the_template_is_that_of_the_tokenizer(tmp_path, tokenizer_dir, template, ids):
+    directory = write_tokenizer(tmp_path / "t", tokenizer_dir, template)
     assert bos_of(directory, "template") == ids
     assert bos_of(directory, "none") == ()
     assert bos_of(tmp_path, "template") == (), "no tokenizer, no template"
 
 
+def without_a(content: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer without a token for an a."""
+    vocab = {token: index for token, index in content["model"]["vocab"].items() if "a" not in token}
+    return content | {"model": content["model"] | {"vocab": vocab, "merges": []}}
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("template", "change", "reason"),
     [
-        (template("<s>", "<t>", "A"), "begins a text with 2 tokens"),
-        (without_a, r"makes \[\] of the text 'a' and \[320\] with"),
-        (lambda tokenizer, _: tokenizer.clear(), "cannot be loaded"),
+        ("<s> <t> $A", dict, "begins a text with 2 tokens"),
+        ("<s> $A", without_a, r"makes \[\] of the text 'a' and \[320\] with"),
+        ("<s> $A", lambda _: {}, "cannot be loaded"),
     ],
 )
-def test_a_template_that_cannot_be_followed_is_refused(tmp_path, tokenizer_dir, change, reason):
-    directory = write_tokenizer(tmp_path / "t", tokenizer_dir, change)
+def test_a_template_that_cannot_be_followed_is_refused(
+    tmp_path, tokenizer_dir, template, change, reason
+):
+    path = write_tokenizer(tmp_path / "t", tokenizer_dir, template) / "tokenizer.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(UserError, match=rf"{reason}.*give --bos none"):
-        bos_of(directory, "template")
-    assert bos_of(directory, "none") == ()
+        bos_of(tmp_path / "t", "template")
+    assert bos_of(tmp_path / "t", "none") == ()
 
 
 def test_where_bos_is_by_hand():

@@ -36,9 +36,8 @@ def documents(generator, count, setting, skew=0.5):
     tokens = lengths(generator, count, setting)
     rate = 3 * generator.gamma(30, 1 / 30, count)
     nll = rate * generator.gamma(1.2 * tokens) / 1.2 + (FIRST_TOKENS if setting == "short" else 0)
-    added = tokens * (0.03 + 0.02 * generator.normal(size=count)) + np.sqrt(
-        tokens
-    ) * 0.15 * generator.normal(size=count)
+    added = tokens * (0.03 + 0.02 * generator.normal(size=count))
+    added += np.sqrt(tokens) * 0.15 * generator.normal(size=count)
     rate = 0.01 * generator.lognormal(-(skew**2) / 2, skew, count)
     kl = rate * generator.gamma(0.5 * tokens) / 0.5
     agreements = generator.binomial(tokens.astype(int), generator.beta(18, 2, count))
@@ -90,20 +89,13 @@ def test_fifty_documents_are_enough():
 @pytest.mark.stress
 @pytest.mark.parametrize("setting", ["short", "lognormal", "heavy"])
 @pytest.mark.parametrize(
-    ("count", "repetitions", "least"), [(20, 2000, 0.91), (50, 2000, 0.93), (200, 2000, 0.93)]
+    ("count", "repetitions", "least"),
+    [(20, 2000, 0.91), (50, 2000, 0.93), (200, 2000, 0.93), (1000, 1000, 0.93)],
 )
 def test_intervals_cover_the_truth(setting, count, repetitions, least):
-    reached = coverage(setting, count, repetitions, seed=5)
+    reached = coverage(setting, count, repetitions, seed=6 if count == 1000 else 5)
     print(setting, count, reached)
     assert all(least <= share <= 0.97 for share in reached.values()), reached
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("setting", ["short", "lognormal", "heavy"])
-def test_intervals_of_many_documents_cover_the_truth(setting):
-    reached = coverage(setting, 1000, 1000, seed=6)
-    print(setting, 1000, reached)
-    assert all(0.93 <= share <= 0.97 for share in reached.values()), reached
 
 
 def drawn(generator, count, seeds, between_draws, between_both):
@@ -117,13 +109,8 @@ def drawn(generator, count, seeds, between_draws, between_both):
     for _ in range(seeds):
         rate = 0.03 + 0.02 * of_document + between_draws * generator.normal()
         rate = rate + between_both * generator.normal(size=count)
-        kl = (
-            tokens
-            * 0.01
-            * np.exp(
-                25 * (rate - 0.03) - 0.5 * 25**2 * (0.02**2 + between_draws**2 + between_both**2)
-            )
-        )
+        variance = 0.02**2 + between_draws**2 + between_both**2
+        kl = tokens * 0.01 * np.exp(25 * (rate - 0.03) - 0.5 * 25**2 * variance)
         losses.append(PairedLosses(tokens, nll, nll + tokens * rate, kl, np.floor(0.9 * tokens)))
     return losses
 

@@ -44,15 +44,8 @@ def measured(tmp_path_factory, train_prefix, held_out_prefix):
         if not base.exists():
             make_model(base, name)
         outs = tuple(outs or [root / "out" / name / dtype / spec for spec in specs])
-        settings = run_settings(
-            train_prefix,
-            held_out_prefix,
-            calibration_sequences=8,
-            eval_tokens=5000,
-            calibration_seeds=seeds,
-            dtype=dtype,
-            dense=True,
-        )
+        changes = {"calibration_sequences": 8, "calibration_seeds": seeds, "dtype": dtype}
+        settings = run_settings(train_prefix, held_out_prefix, dense=True, **changes)
         results = measure(base, list(map(parse_spec, specs)), outs, settings, ALONE)
         return base, dict(zip(specs, zip(outs, results, strict=True), strict=True))
 
@@ -66,11 +59,8 @@ def kept(measured):
     for name, dtype in [(name, "fp32") for name in SPECS] + [("olmo2", "bf16")]:
         base, results = measured(name, SPECS[name] if dtype == "fp32" else SPECS[name][:1], dtype)
         for spec, (out, result) in results.items():
-            tensors = {
-                k: v
-                for path in sorted((out / "dense").glob("*.safetensors"))
-                for k, v in load_file(path).items()
-            }
+            files = sorted((out / "dense").glob("*.safetensors"))
+            tensors = dict(item for path in files for item in load_file(path).items())
             cases[name, spec, dtype] = base, out, result, tensors
     return cases
 
@@ -104,16 +94,14 @@ def test_only_what_changed_is_in_the_files(kept, name, spec, dtype):
     for key, tensor in tensors.items():
         assert tensor.dtype == DTYPES[dtype]
         assert not torch.equal(tensor, before[key].to(tensor.dtype))
+    norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
     for index in range(3):
-        inside = {
-            key.split(f".layers.{index}.")[1] for key in tensors if f".layers.{index}." in key
-        }
+        block = f".layers.{index}."
+        inside = {key.split(block)[1] for key in tensors if block in key}
         if name == "gpt_neox":
             assert len(inside) == 4
-        elif spec.startswith("awq"):
-            assert inside == LINEARS | {"input_layernorm.weight", "post_attention_layernorm.weight"}
         else:
-            assert inside == LINEARS
+            assert inside == LINEARS | (norms if spec.startswith("awq") else set())
 
 
 def test_dense_json_vouches_for_the_files_and_the_result_for_it(kept):

@@ -156,18 +156,6 @@ def test_intervals_hold_seeds_documents_and_draws_at_once(case):
     assert is_within(share, REPETITIONS, NARROW), share
 
 
-def test_documents_alone_do_not_hold_the_seeds():
-    """The intervals of today's comparisons: of one seed, as if another would give the same."""
-    generator = np.random.default_rng(4)
-    outside = 0
-    for _ in range(300):
-        values = generator.normal(size=(1, 1, 1)) + 0.5 * math.sqrt(30) * generator.normal(
-            size=(1, 30, 1)
-        )
-        outside += estimate_of(Crossed(values)).p_value() < 0.05
-    assert outside / 300 > 0.3  # of a nominal 5%
-
-
 @pytest.mark.stress
 @pytest.mark.parametrize(("seeds", "draws"), [(1, 1), (1, 3), (2, 3), (3, 1), (3, 3), (5, 3)])
 @pytest.mark.parametrize("documents", [20, 50, 100])

@@ -2,7 +2,6 @@
 blocks there are.
 """
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from tests.conftest import make_hf_directory
 from tests.interpreter import interpreter
-from train.data.prepare import prepare
+from tests.quant_eval.models import token_file
 
 BLOCKS = (2, 18)
 HIDDEN, INTERMEDIATE = 512, 1536
@@ -29,11 +28,8 @@ print(int(next(line for line in open("/proc/self/status") if line.startswith("Vm
 @pytest.fixture(scope="module")
 def short_documents(tmp_path_factory, tokenizer_dir) -> Path:
     """A token file of 64 documents of some ten tokens: time goes with tokens, memory does not."""
-    place = tmp_path_factory.mktemp("short")
-    source = place / "short.jsonl"
-    source.write_text("".join(json.dumps({"text": f"for {n} in self"}) + "\n" for n in range(64)))
-    prepare([source], tokenizer_dir, place / "short")
-    return place / "short"
+    texts = (f"for {n} in self" for n in range(64))
+    return token_file(tmp_path_factory.mktemp("short") / "short", texts, tokenizer_dir)
 
 
 @pytest.fixture(

@@ -13,52 +13,49 @@ from base.ranks import ALONE, Ranks, start
 from quant_eval.rounding.gptq import scaled_inverse
 from quant_eval.saved.gptq import unpack
 from tests.quant_eval.models import make_model
-from tests.runs import ranks
+from tests.runs import ranks, succeed
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory, train_prefix, held_out_prefix):
-    """Result directories by number of ranks; 13 sequences are not a multiple of 3 ranks, nor of the
-    4 of a batch.
-    """
-    root = tmp_path_factory.mktemp("ranks")
+@pytest.fixture
+def run_on_ranks(train_prefix, held_out_prefix):
+    """Measures on so many ranks, calibrated on so many sequences."""
+
+    def run(size, model, sequences, *words):
+        texts = ("--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", 5000)
+        command = ("run", model, *texts, "--calibration-sequences", sequences, *words)
+        succeed(ranks(size, "quant_eval", *map(str, command)))
+
+    return run
+
+
+def test_ranks_change_neither_weights_nor_losses(tmp_path, run_on_ranks):
+    """13 sequences are not a multiple of 3 ranks, nor of the 4 of a batch."""
     model = make_model(
-        root / "model", "llama", hidden_size=64, intermediate_size=288, attention_bias=False
+        tmp_path / "model", "llama", hidden_size=64, intermediate_size=288, attention_bias=False
     )
-    directories = {}
-    for size in (1, 3):
-        out = root / str(size)
-        words = ["run", model, "--spec", "gptq-b3-g16-actorder-s16", "--out", out, "--save"]
-        words += ["--calibration", train_prefix, "--calibration-sequences", "13"]
-        words += ["--eval", held_out_prefix, "--eval-tokens", "5000"]
-        done = ranks(size, "quant_eval", *map(str, words))
-        assert done.returncode == 0, done.stderr[-3000:]
-        directories[size] = out
-    return directories
-
-
-def test_ranks_change_neither_weights_nor_losses(results):
-    directories = results[1], results[3]
+    directories = tmp_path / "1", tmp_path / "3"
+    for size, out in zip((1, 3), directories, strict=True):
+        words = ("--spec", "gptq-b3-g16-actorder-s16", "--out", out, "--save")
+        run_on_ranks(size, model, 13, *words)
     tensors, other = (load_file(path / "checkpoint/model.safetensors") for path in directories)
-    equal, total, packed = 0, 0, ("qweight", "qzeros", "scales", "g_idx")
-    for name in tensors:
-        if name.endswith(".qweight"):
-            linear = name.removesuffix(".qweight")
-            codes = [
-                unpack({key: weights[f"{linear}.{key}"] for key in packed}, 3, "gptq").codes_OI
-                for weights in (tensors, other)
-            ]
-            equal, total = equal + int((codes[0] == codes[1]).sum()), total + codes[0].numel()
-    assert total > 90_000
-    assert equal / total >= 0.999
+    linears = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
+
+    def codes(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        packed = ("qweight", "qzeros", "scales", "g_idx")
+        parts = ({key: tensors[f"{linear}.{key}"] for key in packed} for linear in linears)
+        return torch.cat([unpack(part, 3, "gptq").codes_OI.flatten() for part in parts])
+
+    are_equal = codes(tensors) == codes(other)
+    assert len(are_equal) > 90_000
+    assert float(are_equal.double().mean()) >= 0.999
     measured = [json.loads((path / "result.json").read_text())["measured"] for path in directories]
     assert measured[1]["cross_entropy"] == measured[0]["cross_entropy"]
     for figure in ("cross_entropy_quantized", "kl_divergence"):
         assert measured[1][figure] == pytest.approx(measured[0][figure], rel=1e-4)
     for layer, same in zip(*(figures["layers"] for figures in measured), strict=True):
-        assert layer["relative_output_error"] == pytest.approx(
-            same["relative_output_error"], rel=2e-3
-        )
+        error = pytest.approx(layer["relative_output_error"], rel=2e-3)
+        assert same["relative_output_error"] == error
+    assert measured[1]["reloaded"]["relative_difference"] <= 1e-6  # and the checkpoint is proven
 
 
 KINDS = (
@@ -68,19 +65,15 @@ KINDS = (
 )
 
 
-def test_every_kind_of_spec_measures_the_same_on_ranks(tmp_path, train_prefix, held_out_prefix):
+def test_every_kind_of_spec_measures_the_same_on_ranks(tmp_path, run_on_ranks):
     model = make_model(tmp_path / "model", "olmo2", num_hidden_layers=1)
-    texts = ("--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", "5000")
-    specs = [word for kind in KINDS for word in ("--spec", kind)]
     measured = {}
     for size in (1, 2):
-        outs = [word for kind in KINDS for word in ("--out", tmp_path / str(size) / kind)]
-        command = ("run", model, *texts, "--calibration-sequences", "7", *specs, *outs)
-        done = ranks(size, "quant_eval", *map(str, command))
-        assert done.returncode == 0, done.stderr[-3000:]
-        for kind in KINDS:
-            result = json.loads((tmp_path / str(size) / kind / "result.json").read_text())
-            measured[kind, size] = result["measured"]
+        outs = {kind: tmp_path / str(size) / kind for kind in KINDS}
+        words = [word for kind, out in outs.items() for word in ("--spec", kind, "--out", out)]
+        run_on_ranks(size, model, 7, *words)
+        for kind, out in outs.items():
+            measured[kind, size] = json.loads((out / "result.json").read_text())["measured"]
     for kind in KINDS:
         alone, shared = measured[kind, 1], measured[kind, 2]
         assert alone["kl_divergence"] > 0
@@ -89,11 +82,6 @@ def test_every_kind_of_spec_measures_the_same_on_ranks(tmp_path, train_prefix, h
         for layer, same in zip(shared["layers"], alone["layers"], strict=True):
             error = "relative_weight_error"
             assert layer[error] == pytest.approx(same[error], rel=0.02), kind
-
-
-def test_a_saved_checkpoint_is_proven(results):
-    reloaded = json.loads((results[3] / "result.json").read_text())["measured"]["reloaded"]
-    assert reloaded["relative_difference"] <= 1e-6
 
 
 def test_shares_cover_everything_once():

@@ -16,6 +16,7 @@ from quant_eval.specs import parse_spec
 FOUR = {"bits": 4, "group_size": 128}
 WHOLE = {"group_size": None}
 W4A4 = FOUR | {"activations": "int4"}
+W8A8 = WHOLE | {"bits": 8, "activations": "int8"}
 NVFP4 = {"bits": 4, "format": "nvfp4", "group_size": 16}
 THREE_MODEL = {"bits": 3, "group_size": 64, "order": "actorder"}
 
@@ -34,12 +35,7 @@ def stated(spec: QuantSpec) -> dict[str, Any]:
     ("name", "method", "values"),
     [
         ("rtn-b4-g128", "rtn", FOUR),
-        (
-            "rtn-b8-perchannel-asym-s16",
-            "rtn",
-            WHOLE | {"bits": 8, "symmetric": False, "scales": "fp16"},
-        ),
-        ("gptq-b3-g32", "gptq", {"bits": 3, "group_size": 32}),
+        ("rtn-b4-g128-asym-s16", "rtn", FOUR | {"symmetric": False, "scales": "fp16"}),
         (
             "gptq-b2-g64-asym-actorder-static-damp0.1",
             "gptq",
@@ -49,24 +45,17 @@ def stated(spec: QuantSpec) -> dict[str, Any]:
         ("gptq-b5-g64-groupaware", "gptq", {"bits": 5, "group_size": 64, "order": "groupaware"}),
         ("gptq-b4-perchannel-damp0", "gptq", WHOLE | {"bits": 4, "damping": 0.0}),
         ("gptq-b4-g128-damp0.000001", "gptq", FOUR | {"damping": 1e-6}),
-        ("gptq-b4-g128-damp1", "gptq", FOUR | {"damping": 1.0}),
         ("gptqmodel-b4-g128-paper", "gptqmodel", FOUR | {"order": "actorder"}),
         ("gptqmodel-b3-g64-actorder", "gptqmodel", THREE_MODEL),
-        ("gptaq-b4-g128", "gptaq", FOUR),
         ("gptaq-b4-g128-alpha0.5", "gptaq", FOUR | {"alpha": 0.5}),
-        ("awq-b4-g128", "awq", FOUR),
         ("awq-b4-g128-sym", "awq", FOUR | {"symmetric": True}),
         ("int8-t6", "int8", {"bits": 8, "threshold": 6.0}),
         ("nf4-g64", "nf4", {"bits": 4, "group_size": 64}),
         ("gptq-b4-g128-had", "gptq", FOUR | {"rotation": "had"}),
         ("w4a4-g128-asym-kv4", "rtn", W4A4 | {"symmetric": False, "kv": "int4"}),
-        ("w8a8-smooth0.5", "rtn", WHOLE | {"bits": 8, "activations": "int8", "smooth": 0.5}),
+        ("w8a8-smooth0.5", "rtn", W8A8 | {"smooth": 0.5}),
         ("rtn-b4-g128-afp8", "rtn", FOUR | {"activations": "fp8"}),
-        (
-            "w8a8-astatic",
-            "rtn",
-            WHOLE | {"bits": 8, "activations": "int8", "static_activations": True},
-        ),
+        ("w8a8-astatic", "rtn", W8A8 | {"static_activations": True}),
         ("nvfp4", "rtn", NVFP4 | {"activations": "nvfp4"}),
         ("nvfp4-a16", "rtn", NVFP4),
         ("nvfp4-a8-had", "rtn", NVFP4 | {"activations": "int8", "rotation": "had"}),
@@ -76,10 +65,8 @@ def stated(spec: QuantSpec) -> dict[str, Any]:
         ("binary-perchannel", "rtn", WHOLE | {"bits": 1, "format": "binary"}),
         ("atom-b4-g128-keep0.03-a4", "atom", W4A4 | {"kept": 0.03}),
         ("quik-b4-perchannel-keep1", "quik", WHOLE | {"bits": 4, "kept": 1.0}),
-        ("qtip-b2", "qtip", {"bits": 2}),
         ("qtip-b3-l16", "qtip", {"bits": 3, "states": 16}),
         ("autoround-b4-g128-i50", "autoround", FOUR | {"iterations": 50}),
-        ("kv4", "none", {"bits": 16, "kv": "int4"}),
         ("kvfp8-quarot", "none", {"bits": 16, "kv": "fp8", "rotation": "quarot"}),
         (
             "a8-baseq-smooth0.5-had64",
@@ -93,9 +80,6 @@ def stated(spec: QuantSpec) -> dict[str, Any]:
             W4A4 | {"rotation": "spinquant-blockwise", "iterations": 100},
         ),
         ("w4a4-g128-quarot-fused", "rtn", W4A4 | {"rotation": "quarot-fused"}),
-        ("int8-t0", "int8", {"bits": 8, "threshold": 0.0}),
-        ("w4a4-g128-quarot", "rtn", W4A4 | {"rotation": "quarot"}),
-        ("w8a8", "rtn", WHOLE | {"bits": 8, "activations": "int8"}),
     ],
 )
 def test_a_name_states_every_setting(name, method, values):
@@ -119,29 +103,13 @@ def test_a_name_that_states_defaults_has_a_shorter_one(text, name):
 
 
 def test_a_result_has_every_setting_of_every_quantizer_none_where_it_has_none():
-    assert described(parse_spec("atom-b4-g128-keep0.03")) == {
-        "method": "atom",
-        "bits": 4,
-        "format": "int",
-        "group_size": 128,
-        "symmetric": True,
-        "order": None,
-        "static_groups": None,
-        "damping": 0.05,
-        "alpha": None,
-        "threshold": None,
-        "kept": 0.03,
-        "states": None,
-        "iterations": None,
-        "scales": None,
-        "activations": None,
-        "static_activations": False,
-        "kv": None,
-        "shift": False,
-        "smooth": None,
-        "rotation": None,
-        "rotation_block": None,
-    }
+    absent = [
+        *("order", "static_groups", "alpha", "threshold", "states", "iterations", "scales"),
+        *("activations", "kv", "smooth", "rotation", "rotation_block"),
+    ]
+    present = FOUR | {"method": "atom", "format": "int", "symmetric": True, "damping": 0.05}
+    present |= {"kept": 0.03, "static_activations": False, "shift": False}
+    assert described(parse_spec("atom-b4-g128-keep0.03")) == present | dict.fromkeys(absent)
 
 
 def test_methods_have_names_titles_and_sources_of_their_own():
@@ -166,8 +134,6 @@ def test_a_spec_is_frozen_and_consistent_however_it_is_made():
         ("awq-b4-g32-actorder", "awq does not take order"),
         ("awq-b4-g32-s16", "awq does not take scales"),
         ("int8", "int8 needs threshold"),
-        ("int8-b4-t6", "int8 takes 8 bits, not 4"),
-        ("int8-g64-t6", "int8 does not take group_size"),
         ("nf4", "nf4 needs a group size or perchannel"),
         ("nf4-perchannel", "nf4 needs a group size"),
         ("nf4-b3-g64", "nf4 takes 4 bits, not 3"),
@@ -180,26 +146,17 @@ def test_a_spec_is_frozen_and_consistent_however_it_is_made():
         ("gptq-b4-g128-paper", "'paper' is not understood"),
         ("gptq-b3-perchannel-groupaware", "give a group size, or use actorder"),
         ("gptq-b3-g32-groupaware-static", "groupaware keeps groups whole anyway"),
-        ("gptqmodel-b3-perchannel-groupaware", "give a group size, or use actorder"),
-        ("gptaq-b3-g32-actorder", "gptaq does not take order"),
         ("gptq-b3-g32-alpha0.5", "gptq does not take alpha"),
         ("gptq-b1-g32", "gptq takes 2, 3, 4, 5, 6, 7, 8 bits, not 1"),
-        ("gptq-b9-g32", "gptq takes 2, 3, 4, 5, 6, 7, 8 bits, not 9"),
-        ("gptq-b3", "gptq needs a group size or perchannel"),
-        ("gptq-b3-g0", "group_size: Input should be greater than or equal to 2"),
         ("gptq-b3-g1", "group_size: Input should be greater than or equal to 2"),
         ("gptq-b3-g-1", "'g-1' is not understood"),
-        ("gptq-3b-g32", "'3b-g32' is not understood"),
         ("gptq-b3-g32-fast", "'fast' is not understood"),
         ("gptq-b3-g32-actorder-asym", "asym comes too late; keep the order of the parts"),
         ("gptq-b3-g32-damp1.5", "damping: Input should be less than or equal to 1"),
-        ("gptq-b3-g32-damp-1", "'damp-1' is not understood"),
         ("gptq-b3-g32-damp0.0000001", "'damp0.0000001' is not understood"),
         ("GPTQ-b3-g32", "unknown spec 'GPTQ-b3-g32'"),
         ("gptq-b3-g32\n", "is not understood"),
-        ("rtn-b3-g32-actorder", "rtn does not take order"),
         ("w4a4-had-quarot", "had and quarot do not compose; give one"),
-        ("w4a4-quarot-kv4", "kv4 comes too late"),
         ("w4a4-quarot64", "'quarot64' is not understood"),
         ("w4a4-smooth0.5-ostquant-blockwise", "learns all of its transform"),
         ("w4a4-smooth0.5-quarot-fused", "give quarot"),
@@ -218,10 +175,8 @@ def test_a_spec_is_frozen_and_consistent_however_it_is_made():
         ("gptqmodel-b4-g128-kv4", "gptqmodel does not take kv"),
         ("awq-nvfp4", "give rtn or gptq"),
         ("qtip-b4-l6", "4 bits need -l8 or more"),
-        ("qtip-b2-had", "qtip does not take rotation"),
         ("atom-b4-g128", "atom needs kept"),
         ("rtn-b3-g32-damp0.05", "rtn does not take damping"),
-        ("qtip-b2-g64", "qtip does not take group_size"),
         ("int8-perchannel-t6", "int8 does not take group_size"),
     ],
 )

@@ -10,7 +10,6 @@ from base.errors import UserError
 from base.ranks import ALONE
 from quant_eval.group import LinearGroup
 from quant_eval.measuring.losses import EvaluationSet
-from quant_eval.measuring.sequential import check_spec
 from quant_eval.measuring.walk import Quantized, Variant, walk
 from quant_eval.model.streamed import StreamedModel
 from quant_eval.settings import ComputeSettings
@@ -30,7 +29,6 @@ def model(tiny) -> StreamedModel:
 
 def measured(model: StreamedModel, name: str) -> Quantized:
     spec = parse_spec(name)
-    check_spec(model, spec)
     draw = CALIBRATION_NL if spec.needs_calibration else None
     (quantized,) = walk(model, [Variant(spec, draw)], DATA, ComputeSettings(), ALONE)
     return quantized
@@ -88,20 +86,6 @@ def test_a_document_is_measured_alike_beside_others_and_alone(model, name):
     assert fewer.losses is not None
     # an activation that rounding noise of another kernel moves over a boundary moves a step
     assert fewer.losses.kl == pytest.approx(whole.kl[1:3], rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("w4a4-g16-quarot-fused", "R1 cannot be fused on olmo2: its norms follow the linears"),
-        ("mxfp4-a8-had12", "blocks of 12 do not divide the 32 inputs"),
-        ("rtn-b4-g64", "group size 64 does not divide the 32 input features"),
-        ("rtn-b4-g4-anvfp4-duquant24", "24 do not divide"),
-    ],
-)
-def test_specs_without_a_place_are_refused_before_anything_is_computed(model, name, reason):
-    with pytest.raises(UserError, match=reason):
-        check_spec(model, parse_spec(name))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from scipy.stats import t as student
 from base.errors import UserError
 from quant_eval.measuring import statistics
 from quant_eval.measuring.losses import PairedLosses
-from quant_eval.measuring.statistics import UNITS, figures_of, fractions
+from quant_eval.measuring.statistics import UNITS, figures_of
 
 
 def documents(seed=0, count=40, noise=0.02):
@@ -22,9 +22,8 @@ def documents(seed=0, count=40, noise=0.02):
     nll = tokens * generator.normal(3, 0.4, count)
     nll_quantized = nll * (1.01 + noise * generator.normal(size=count))
     agreements = generator.binomial(tokens.astype(int), 0.9).astype(float)
-    return PairedLosses(
-        tokens, nll, nll_quantized, nll * generator.uniform(0, 0.02, count), agreements
-    )
+    kl = nll * generator.uniform(0, 0.02, count)
+    return PairedLosses(tokens, nll, nll_quantized, kl, agreements)
 
 
 def intervals_of(losses, samples=200, level=0.95, seed=0):
@@ -72,37 +71,12 @@ def test_equal_documents_leave_no_uncertainty():
     ones = np.ones(12)
     losses = PairedLosses(100 * ones, 300 * ones, 306 * ones, 4 * ones, 90 * ones)
     figures = figures_of([losses], samples=50, level=0.95, seed=0)
-    expected = {
-        "cross_entropy": 3.0,
-        "cross_entropy_quantized": 3.06,
-        "absolute_error": 0.06,
-        "relative_error": 0.02,
-        "kl_divergence": 0.04,
-        "top1_agreement": 0.9,
-    }
+    expected = {"cross_entropy": 3.0, "cross_entropy_quantized": 3.06, "absolute_error": 0.06}
+    expected |= {"relative_error": 0.02, "kl_divergence": 0.04, "top1_agreement": 0.9}
     assert figures["intervals"].keys() == expected.keys() <= UNITS.keys()
     for name, value in expected.items():
         assert figures["intervals"][name] == pytest.approx([value, value], rel=1e-12), name
         assert figures[name] == pytest.approx(value, rel=1e-12)
-
-
-def test_pairing_removes_what_both_models_share():
-    """Losses differ between documents, their ratio does not: only the losses themselves are
-    uncertain.
-    """
-    intervals = intervals_of(documents(noise=0.0))
-    assert intervals["relative_error"] == pytest.approx([0.01, 0.01], rel=1e-9)
-    low, high = intervals["cross_entropy"]
-    assert high - low > 0.1
-
-
-def test_wide_intervals_contain_narrow_ones_and_the_estimate():
-    losses = documents()
-    narrow, wide = (intervals_of(losses, samples=500, level=level, seed=1) for level in (0.5, 0.99))
-    sums = {name: values_D.sum() for name, values_D in vars(losses).items()}
-    for name, (part, whole) in fractions(**sums).items():
-        value = part / whole
-        assert wide[name][0] < narrow[name][0] < value < narrow[name][1] < wide[name][1]
 
 
 def test_many_documents_give_the_normal_interval_of_a_ratio():
@@ -112,9 +86,8 @@ def test_many_documents_give_the_normal_interval_of_a_ratio():
     losses = documents(seed=3, count=500)
     low, high = intervals_of(losses, samples=20_000)["relative_error"]
     ratio = losses.nll_quantized.sum() / losses.nll.sum()
-    half_width = (
-        1.96 * np.sqrt(((losses.nll_quantized - ratio * losses.nll) ** 2).sum()) / losses.nll.sum()
-    )
+    residual_D = losses.nll_quantized - ratio * losses.nll
+    half_width = 1.96 * np.sqrt((residual_D**2).sum()) / losses.nll.sum()
     # 20000 samples place this quantile within about 1% of itself, and 500 documents are not quite
     # normal.
     assert (high - low) / 2 == pytest.approx(half_width, rel=0.03)
@@ -128,14 +101,6 @@ def test_the_seed_decides_and_the_memory_does_not(monkeypatch):
     monkeypatch.setattr(statistics, "COUNTS_AT_ONCE", 7 * 40)  # 7 samples at once
     for name, interval in intervals_of(losses, samples=100, seed=1).items():
         assert interval == pytest.approx(first[name], rel=1e-12)
-
-
-def test_units_carry_over():
-    """A divergence in other units, longer documents, has the same interval in those units."""
-    losses = documents()
-    bits = replace(losses, kl=losses.kl / math.log(2))
-    expected = [end / math.log(2) for end in intervals_of(losses)["kl_divergence"]]
-    assert intervals_of(bits)["kl_divergence"] == pytest.approx(expected, rel=1e-9)
 
 
 def test_sparse_figures_have_finite_intervals():
@@ -181,9 +146,8 @@ def test_one_draw_says_nothing_of_draws_and_equal_draws_add_nothing():
     assert three["interval"]["units_resampled"] == "documents and calibration draws"
     for name, interval in single["intervals"].items():
         assert three["intervals"][name] == pytest.approx(interval, rel=1e-12)
-        assert three["calibration"]["figures"][name]["standard_error"] == pytest.approx(
-            0, abs=1e-12
-        )
+        error = three["calibration"]["figures"][name]["standard_error"]
+        assert error == pytest.approx(0, abs=1e-12)
 
 
 def test_figures_are_means_over_draws():
@@ -240,9 +204,8 @@ def test_what_documents_show_of_the_draws_counts_once():
     def half_width(change):
         quantized = [300 + 100 * (0.06 + sign * (change + moved)) for sign in (1, -1)]
         draws = [PairedLosses(tokens, 3 * tokens, values, tokens, tokens) for values in quantized]
-        low, high = figures_of(draws, samples=20_000, level=0.5, seed=0)["intervals"][
-            "absolute_error"
-        ]
+        intervals = figures_of(draws, samples=20_000, level=0.5, seed=0)["intervals"]
+        low, high = intervals["absolute_error"]
         return (high - low) / 2
 
     # Half of a Student t of 1 degree of freedom is within 1 of 0; 20000 samples place that within

@@ -9,7 +9,7 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.conftest import make_hf_directory
-from tests.rehearsal.stand_in import gpu
+from tests.rehearsal.stand_in import MixedDevicesError, gpu
 
 
 def command(module: str, *arguments: object) -> None:
@@ -48,6 +48,13 @@ def rehearse(out: Path, module: str, *arguments: object) -> None:
     assert measured(out / "gpu") == measured(out / "cpu")
     assert stand_in.places
     assert stand_in.on_cpu <= MADE_ON_CPU
+
+
+def left_behind(left: str, module: str, *arguments: object) -> None:
+    """A command is refused whose function `left` leaves its tensors on the CPU: a planted fault."""
+    with gpu(left) as stand_in, pytest.raises(MixedDevicesError):
+        command(module, *arguments, "--device", "cuda")
+    assert left in stand_in.places
 
 
 @pytest.fixture(scope="package")

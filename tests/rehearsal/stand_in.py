@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
@@ -58,9 +59,8 @@ class OnGPU(Tensor):
     @staticmethod
     def __new__(cls, tensor: Tensor) -> "OnGPU":
         """Wraps a tensor of the CPU."""
-        with torch.inference_mode(
-            mode=False
-        ):  # a view of a tensor from outside would not be one in it
+        # a view of a tensor from outside would not be one in inference mode
+        with torch.inference_mode(mode=False):
             wrapper = Tensor._make_wrapper_subclass(
                 cls,
                 tensor.size(),
@@ -259,23 +259,29 @@ def _place() -> str | None:
 
 
 class Ordered:
-    """A stream of the stand-in, on which everything is done at once."""
+    """A stream of the stand-in, on which everything is done at once: nothing to wait for."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         pass
 
-    def wait_stream(self, other: "Ordered") -> None:
+    def wait(self, *_: Any) -> None:
         """Nothing to wait for."""
+
+    wait_stream = wait_event = synchronize = wait
 
     def record_event(self) -> SimpleNamespace:
         """An event that has happened."""
-        return SimpleNamespace(synchronize=lambda: None)
+        return SimpleNamespace(synchronize=self.wait)
 
-    def wait_event(self, event: SimpleNamespace) -> None:
-        """Nothing to wait for."""
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+def without_nccl() -> Any:
+    """Gloo takes the place of NCCL within the context."""
+    initialize = dist.init_process_group
+
+    def with_gloo(*_: Any, **_settings: Any) -> None:
+        initialize("gloo")
+
+    return mock.patch.object(dist, "init_process_group", with_gloo)
 
 
 def without_attention_kernels() -> Any:
@@ -286,19 +292,18 @@ def without_attention_kernels() -> Any:
 @contextmanager
 def gpu(left: str | None = None) -> Iterator[StandIn]:
     """One stand-in is the GPU of this machine; what was made on it is useless afterwards."""
-    answers: dict[str, Any] = {
-        "_lazy_init": lambda: None,
+    nothing = ("_lazy_init", "set_device", "synchronize", "check_error")
+    answers: dict[str, Any] = {name: lambda *_, **__: None for name in nothing}
+    answers |= dict.fromkeys(
+        ("max_memory_allocated", "memory_allocated", "memory_reserved", "current_device"),
+        lambda *_, **__: 0,
+    )
+    answers |= {
         "is_available": lambda: True,
         "device_count": lambda: 1,
-        "set_device": lambda device: None,
-        "current_device": lambda: 0,
-        "get_device_name": lambda device=None: "NVIDIA H100",
-        "max_memory_allocated": lambda device=None: 0,
-        "memory_allocated": lambda device=None: 0,
-        "memory_reserved": lambda device=None: 0,
-        "mem_get_info": lambda device=None: (80 * 10**9, 80 * 10**9),
-        "synchronize": lambda device=None: None,
-        "get_device_properties": lambda device=None: SimpleNamespace(
+        "get_device_name": lambda *_, **__: "NVIDIA H100",
+        "mem_get_info": lambda *_, **__: (80 * 10**9, 80 * 10**9),
+        "get_device_properties": lambda *_, **__: SimpleNamespace(
             total_memory=80 * 10**9, uuid="0"
         ),
         "Stream": Ordered,
@@ -307,7 +312,6 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
         "CUDAGraph": RecordedGraph,
         "graph": RecordedGraph.capture,
         "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *memory: 0),
-        "check_error": lambda status: None,
     }
     # torch.tensor(..., device=) makes a CPU tensor first, and then moves it
     torch._C._set_only_lift_cpu_tensors(True)

@@ -8,11 +8,10 @@ import torch
 from base.ranks import Ranks
 from curvature.products.exact import DualHessian
 from curvature.products.model import CurvedModel
-from curvature.spectrum.lanczos import lanczos
 from tests.conftest import make_hf_directory
 from tests.curvature.architectures.variants import VARIANTS
 from tests.curvature.conftest import gaussian, random_tokens, tiny_model
-from tests.rehearsal.conftest import command, rehearse
+from tests.rehearsal.conftest import command, left_behind, rehearse
 from tests.rehearsal.stand_in import GPU, MixedDevicesError, gpu
 
 FIXED = ["--max-iterations", 3, "--fixed-sequences", 2]
@@ -78,21 +77,26 @@ def test_a_product_of_several_chunks_is_that_of_the_cpu(variant, dtype):
     assert results[0] == results[1]
 
 
-def test_a_step_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, text, quantized):
-    rehearse(
-        tmp_path, "curvature", "step", model, *text, "--quantized", quantized, "--microbatches", 2
-    )
+@pytest.fixture(scope="module")
+def step(text, quantized):
+    return [*text, "--quantized", quantized, "--microbatches", 2]
 
 
-def test_a_slice_on_a_gpu_reaches_the_figures_of_the_cpu(
-    tmp_path, model, held_out_prefix, quantized
-):
-    previous = make_hf_directory(
-        tmp_path / "previous", seed=1, num_hidden_layers=1, num_key_value_heads=2
-    )
-    ends = ["--previous", previous, "--quantized", quantized]
-    few = ["--grid", 3, "--sequences", 3]
-    rehearse(tmp_path, "curvature", "slice", model, "--data", held_out_prefix, *ends, *few)
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory, held_out_prefix, quantized):
+    """Options of a slice to another model and to the quantized one."""
+    directory = tmp_path_factory.mktemp("previous") / "model"
+    previous = make_hf_directory(directory, seed=1, num_hidden_layers=1, num_key_value_heads=2)
+    ends = ["--data", held_out_prefix, "--previous", previous, "--quantized", quantized]
+    return [*ends, "--grid", 3, "--sequences", 3]
+
+
+def test_a_step_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, step):
+    rehearse(tmp_path, "curvature", "step", model, *step)
+
+
+def test_a_slice_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, plane):
+    rehearse(tmp_path, "curvature", "slice", model, *plane)
 
 
 @pytest.mark.parametrize(
@@ -109,46 +113,19 @@ def test_a_slice_on_a_gpu_reaches_the_figures_of_the_cpu(
     ],
 )
 def test_a_tensor_left_on_the_cpu_is_found(tmp_path, model, text, left, spec):
-    options = [*text, *SPECS[spec], "--out", tmp_path, "--device", "cuda"]
-    with gpu(left) as stand_in, pytest.raises(MixedDevicesError):
-        command("curvature", spec, model, *options)
-    assert left in stand_in.places
+    left_behind(left, "curvature", spec, model, *text, *SPECS[spec], "--out", tmp_path)
 
 
-def test_a_product_left_on_the_cpu_is_found_by_lanczos():
-    matrix = torch.diag(torch.arange(1.0, 7.0))
-
-    def inner(vectors, b_p):
-        return torch.stack([a_p.double() @ b_p.double() for a_p in vectors]).cpu()
-
-    with gpu():
-        start_p, there = torch.ones(6, device=GPU), matrix.to(GPU)
-        ends: dict[str, Any] = {"largest": 1, "smallest": 0, "tolerance": 1e-3, "max_iterations": 6}
-        spectrum = lanczos(lambda v_p: there @ v_p, start_p, inner, **ends)
-        assert spectrum.largest[0].value == pytest.approx(6)
-        with pytest.raises(MixedDevicesError):
-            lanczos(lambda v_p: matrix @ v_p.cpu(), start_p, inner, **ends)
-
-
-def test_a_tensor_left_on_the_cpu_is_found_in_a_step(tmp_path, model, text, quantized, monkeypatch):
+def test_a_tensor_left_on_the_cpu_is_found_in_a_step(tmp_path, model, step, monkeypatch):
     """A step that does not go where the vectors are: `take` with a fault planted in it."""
     monkeypatch.setattr(
         "curvature.products.parameters.Parameters.take",
         lambda self, tensors: torch.zeros(self.size),
     )
-    options = [*text, "--quantized", quantized, "--microbatches", 2, "--out", tmp_path]
     with gpu(), pytest.raises(MixedDevicesError):
-        command("curvature", "step", model, *options, "--device", "cuda")
+        command("curvature", "step", model, *step, "--out", tmp_path, "--device", "cuda")
 
 
-def test_a_tensor_left_on_the_cpu_is_found_in_a_slice(tmp_path, model, held_out_prefix, quantized):
+def test_a_tensor_left_on_the_cpu_is_found_in_a_slice(tmp_path, model, plane):
     left = "curvature/slices/plane.py SequenceLosses.__init__"
-    previous = make_hf_directory(
-        tmp_path / "previous", seed=1, num_hidden_layers=1, num_key_value_heads=2
-    )
-    ends = ["--previous", previous, "--quantized", quantized]
-    few = ["--grid", 3, "--sequences", 3]
-    text = ["--data", held_out_prefix, "--out", tmp_path / "out", "--device", "cuda"]
-    with gpu(left) as stand_in, pytest.raises(MixedDevicesError):
-        command("curvature", "slice", model, *ends, *few, *text)
-    assert left in stand_in.places
+    left_behind(left, "curvature", "slice", model, *plane, "--out", tmp_path / "out")

@@ -110,7 +110,7 @@ def written_out_training(monkeypatch) -> None:
 
     def train(directory: Path, device: str) -> None:
         assert device == "cpu"
-        done = python("tests.rehearsal.eight_bits", str(directory))
+        done = python("tests.rehearsal.processes", "eight-bits", str(directory))
         assert done.returncode == 0, done.stderr[-3000:]
 
     monkeypatch.setattr(training, "train", train)

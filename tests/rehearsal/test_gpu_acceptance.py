@@ -13,7 +13,7 @@ from tests.gpu.checks import checks, run
 from tests.gpu.figures import CheckedFigure, table
 from tests.gpu.workbench import FORKS, IN_SMALL, Workbench
 from tests.interpreter import interpreter
-from tests.rehearsal.on_stand_in import run_one
+from tests.rehearsal.processes import run_one
 
 # A check is a fork of a server that has imported what it needs, itself a fork: else every check
 # would import torch, 10 seconds.

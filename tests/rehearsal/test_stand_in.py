@@ -6,7 +6,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from tests.rehearsal.stand_in import GPU, MixedDevicesError, OnGPU, gpu
+from tests.rehearsal.stand_in import GPU, OnGPU, gpu
 
 # operations of a tensor [4, 4] on the GPU and of one on the CPU
 MIXES = {
@@ -121,23 +121,3 @@ def test_a_graph_computes_when_it_is_replayed_and_on_the_values_of_then():
         x.fill_(5)
         graph.replay()
         assert (x.tolist(), twice.tolist()) == ([6, 6], [10, 10])
-
-
-def test_a_place_that_leaves_its_tensors_behind_is_named():
-    from curvature.products.probes import words
-
-    with gpu() as stand_in:
-        words("", 0, 1, device=GPU)
-    with gpu(left="curvature/products/probes.py words"):
-        assert words("", 0, 1, device=GPU).device.type == "cpu"
-    assert stand_in.places == {"curvature/products/probes.py words"}
-
-
-def test_a_mix_names_both_tensors():
-    with (
-        gpu(),
-        pytest.raises(
-            MixedDevicesError, match=r"shape \[3\] is on the CPU, one of \[2, 3\] on cuda:0"
-        ),
-    ):
-        torch.ones(2, 3, device=GPU) * torch.ones(3)

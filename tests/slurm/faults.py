@@ -16,6 +16,7 @@ from slurm.submission.record import existing_submission
 from slurm.submission.submit import submit
 from study.definition import load_study
 from tests.slurm.lab import Lab
+from tests.slurm.studies import changed
 from tests.waiting import HANG_SECONDS
 
 NODE_IS_GONE_SECONDS, DISK_IS_FULL_SECONDS, ACCOUNTS_ARE_DOWN_SECONDS = 40.0, 20.0, 30.0
@@ -91,13 +92,8 @@ class Storm:
 
     def site_edited(self, index: int, nodes: list[str]) -> bool:
         """The user submits again with another site file."""
-        submission = existing_submission(self.study_dir)
-        resources = submission.site.resources
-        train = resources.train.model_copy(update={"time": "2"})
-        changed = resources.model_copy(update={"train": train})
-        submit(
-            load_study(self.study_dir), submission.site.model_copy(update={"resources": changed})
-        )
+        site = existing_submission(self.study_dir).site
+        submit(load_study(self.study_dir), changed(site, resources={"train": {"time": "2"}}))
         return True
 
     def node_lost(self, index: int, nodes: list[str]) -> bool:

@@ -6,11 +6,13 @@ metrics, logs and a submission are written by the functions below them.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from pydantic import BaseModel
 
 from slurm.cluster import JobState
 from slurm.site import JobLimits, Site
@@ -28,11 +30,19 @@ from study.step import Machine, Step
 from study.steps import steps_of
 from study.text_kinds import PreparedText
 from tests.interpreter import interpreter
+from tests.runs import PROJECT
 from tests.sealing import json_lines
 from tests.study.synthetic import text_in_place
 from train.run.directory import RunDirectory
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
+
+def changed[Model: BaseModel](model: Model, **changes: Any) -> Model:
+    """Return a model with other values; `slurm={"partition": "spot"}` changes one of its slurm."""
+    for name, value in changes.items():
+        before = getattr(model, name)
+        if isinstance(before, BaseModel) and isinstance(value, dict):
+            changes[name] = changed(before, **value)
+    return model.model_copy(update=changes)
 
 
 def small_study(
@@ -104,6 +114,20 @@ def site_of(root: Path, *, train_minutes: int = 60, train_nodes: int = 2, starts
     )
 
 
+def write_site(path: Path, content: dict[str, Any]) -> Path:
+    """Write a site file; basic strings of TOML are JSON's."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            entries = (f"{json.dumps(key)} = {text(entry)}" for key, entry in value.items())
+            return f"{{{', '.join(entries)}}}"
+        return json.dumps(value).replace("\x7f", "\\u007f")
+
+    lines = (f"{json.dumps(key)} = {text(value)}\n" for key, value in content.items())
+    path.write_text("".join(lines))
+    return path
+
+
 def run_here(root: Path, study: Study, workers: int = 2) -> Path:
     """The study by the local runner, up to its table; its directory."""
     directory = root / study.name
@@ -129,11 +153,11 @@ def table(directory: Path) -> list[dict]:
 def watched_study() -> Study:
     """Two runs of two checkpoints and specs; curvature, and nothing of the end alone."""
     tiny = resolve("tiny", "smoke")
-    quantization = tiny.quantization.model_copy(update={"along": (), "methods": (), "by_block": ()})
-    annealed = (run for run in tiny.trained if run.schedule.anneal)
-    runs = tuple(run.model_copy(update={"averages": ()}) for run in annealed)
-    changed = {"name": "small", "runs": runs, "averaged_steps": (), "soups": ()}
-    return tiny.model_copy(update=changed | {"quantization": quantization})
+    runs = tuple(changed(run, averages=()) for run in tiny.trained if run.schedule.anneal)
+    quantization = {"along": (), "methods": (), "by_block": ()}
+    return changed(
+        tiny, name="small", runs=runs, averaged_steps=(), soups=(), quantization=quantization
+    )
 
 
 def watched_site(root: Path, **fields: str) -> Site:
@@ -169,15 +193,15 @@ def record_call(study_dir: Path, array: str, job: int, indices: list[int]) -> No
     append(study_dir, "submitted", job=job)
 
 
-def make(study_dir: Path, study: Study, names: list[str], seconds: float = 30.0) -> None:
+def make(study_dir: Path, study: Study, names: Iterable[str]) -> None:
     """Makes steps: their outputs, and the records that say so."""
     ledger = Ledger(study_dir, steps_of(study))
-    for name in names:
-        for output in ledger.steps[name].outputs:
+    for step in (ledger.steps[name] for name in names):
+        for output in step.outputs:
             path = study_dir / output
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"made by": name, "output": output}))
-        ledger.finish(ledger.steps[name], ledger.fingerprint(ledger.steps[name]), seconds)
+            path.write_text(json.dumps({"made by": step.name, "output": output}))
+        ledger.finish(step, ledger.fingerprint(step), seconds=30.0)
 
 
 def write_metrics(study_dir: Path, run: str, steps: range, attempt: int, **changes: float) -> None:

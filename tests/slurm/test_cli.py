@@ -10,21 +10,19 @@ import pytest
 
 from slurm import cluster
 from slurm.__main__ import app
-from slurm.site import load_site
+from slurm.site import KINDS, load_site
 from slurm.submission.record import existing_submission
 from slurm.submission.submit import submit
 from slurm.submission.survey import survey
 from study.definition import load_study, save_study
 from study.text_kinds import USES
 from tests.interpreter import interpreter
-from tests.runs import called
-from tests.slurm.studies import in_state, make, submitted, watched_study, write_log
+from tests.runs import PROJECT, called, execute, succeed, write_program
+from tests.slurm.studies import in_state, make, submitted, watched_study, write_log, write_site
 from tests.waiting import wait_until
 
-PROJECT = Path(__file__).resolve().parents[2]
 HOSTILE = ["../x", "small/../small", "a b", "$(touch X)", "`touch X`", "x; touch X"]
 HOSTILE += ["small\n", "small\ntouch X", "", "*", "-"]
-KIND = 'ranks_per_node = 1\nmem = "100M"\ntime = "{time}"\n'
 
 
 @pytest.fixture
@@ -42,10 +40,8 @@ def command(capsys):
 def no_slurm(tmp_path, monkeypatch):
     """SLURM's commands are programs that leave a trace; the file that they leave it in."""
     programs, trace = tmp_path / "bin", tmp_path / "trace"
-    programs.mkdir()
     for name in ("sbatch", "squeue", "sacct", "scancel", "scontrol", "sinfo", "touch"):
-        (programs / name).write_text(f"#!/bin/bash\necho $0 >> {trace}\nexit 1\n")
-        (programs / name).chmod(0o755)
+        write_program(programs / name, f"#!/bin/bash\necho $0 >> {trace}\nexit 1\n")
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -56,15 +52,10 @@ def site_file(
     path: Path, root: Path, python: Path | str = sys.executable, time: str = "10"
 ) -> Path:
     """A site whose jobs run `python`."""
-    kinds = [
-        f"[resources.{kind}]\n{KIND.format(time=time)}"
-        for kind in ("train", "export", "quantize", "curvature", "light")
-    ]
-    limits = "[limits]\nstop_seconds_before_limit = 60\n"
-    path.write_text(
-        f'root = "{root}"\npython = "{python}"\n{limits}[disk]\nreserve_gb = 0\n{"".join(kinds)}'
-    )
-    return path
+    content = {"root": str(root), "python": str(python), "disk": {"reserve_gb": 0}}
+    job = {"ranks_per_node": 1, "mem": "100M", "time": time}
+    content |= {"resources": dict.fromkeys(KINDS, job)}
+    return write_site(path, content | {"limits": {"stop_seconds_before_limit": 60}})
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -73,16 +64,13 @@ def test_hostile_names_are_refused_in_one_line_and_nothing_runs(tmp_path, name, 
     submitted(root / "small", watched_study())
     site = str(site_file(tmp_path / "site.toml", root))
     before = sorted(tmp_path.rglob("*"))
-    root_option = ("--root", str(root))
-    lines: list[tuple[str, ...]] = [
-        (verb, "--root", str(root), "--", name) for verb in ("status", "logs", "cancel", "retry")
+    below = ("--root", str(root), "--")
+    lines = [
+        *((verb, *below, name) for verb in ("status", "logs", "cancel", "retry")),
+        *(("submit", "--site", site, *options, "--", name) for options in ((), ("--dry-run",))),
+        *((verb, *below, "small", name) for verb in ("logs", "cancel")),
+        ("logs", *below, "small", f"train/{name}"),
     ]
-    lines += [
-        ("submit", "--site", site, "--", name),
-        ("submit", "--site", site, "--dry-run", "--", name),
-    ]
-    lines += [(verb, *root_option, "--", "small", name) for verb in ("logs", "cancel")]
-    lines += [("logs", *root_option, "--", "small", f"train/{name}")]
     for words in lines:
         code, out, err = command(*words)
         assert (code, out, err.count("\n"), err[:7]) == (2, "", 1, "error: "), words
@@ -187,11 +175,11 @@ def in_queue(study_dir: Path) -> list[str]:
 
 def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     root, study = tmp_path / "root", watched_study()
-    study_dir, python = root / study.name, tmp_path / "python"
+    study_dir = root / study.name
     save_study(study_dir, study)
     # Stands for the interpreter of jobs: every one fails before it could record that it started.
-    python.write_text("#!/bin/bash\necho 'error: out of luck; add memory'\nexit 3\n")
-    python.chmod(0o755)
+    out_of_luck = "#!/bin/bash\necho 'error: out of luck; add memory'\nexit 3\n"
+    python = write_program(tmp_path / "python", out_of_luck)
     site = site_file(tmp_path / "site.toml", root, python)
     for _ in range(3):
         code, out, err = command("submit", "small", "--site", str(site))
@@ -255,9 +243,6 @@ def test_a_step_in_front_of_its_user_runs_on_one_node_of_salloc(lab, tmp_path, c
     assert (code, "this is not a job; give --interactive" in err) == (2, True)
     assert "is not a step of" in command("run", "small", "corpse", "--root", str(root))[2]
     words = [interpreter(), "-m", "slurm", "run", "small", "corpus", "--root", str(root)]
-    done = subprocess.run(
-        [*words, "--interactive"], cwd=PROJECT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = succeed(execute([*words, "--interactive"], cwd=PROJECT))
     assert "salloc: Granted job allocation" in done.stderr
-    assert (study_dir := root / "small").joinpath("steps/corpus.json").exists(), study_dir
+    assert (root / "small/steps/corpus.json").exists()

@@ -12,9 +12,8 @@ import pytest
 from base.errors import UserError
 from slurm import cluster
 from slurm.cluster import JobState, TornError, parse_sacct, parse_squeue
+from tests.runs import PROJECT
 from tests.waiting import wait_until
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -154,31 +153,28 @@ def test_states_of_many_elements_and_of_none(submit):
 def test_what_slurm_refuses_is_said_in_one_line(lab, tmp_path):
     script = write(tmp_path / "any.sh", "exit 0")
     cluster.check(script)
-    refused = {
+    for option, message in {
         "--partition=nope": "Invalid partition name specified; correct the site file",
         "--time=31-0": "Requested time limit is invalid .*; correct the site file",
         "--constraint=nope": "Invalid feature specification; correct the site file",
         "--mem=99G": "Memory specification can not be satisfied; .*; correct the site file",
         "--array=0-6001": "Invalid job array specification; make arrays smaller",
         "--exclude=nope": "Invalid node name specified; correct the site file",
-    }
-    for option, message in refused.items():
+    }.items():
+        refused = write(tmp_path / "refused.sh", "exit 0", option)
         indices = option[8:] if option.startswith("--array=") else "0"
         with pytest.raises(UserError, match=message) as error:
-            cluster.submit(write(tmp_path / "refused.sh", "exit 0", option), indices, "t")
+            cluster.submit(refused, indices, "t")
         assert "\n" not in str(error.value)
-    for option in ("--partition=nope", "--time=31-0", "--array=0-6001"):
-        with pytest.raises(UserError, match=refused[option]):
-            cluster.check(write(tmp_path / "refused.sh", "exit 0", option))
-
-
-def test_a_partition_that_is_not_there_is_named(lab):
-    with pytest.raises(UserError, match=r"^scontrol: Partition gpu not found; correct the site"):
-        cluster.partition("gpu")
+        if option in ("--partition=nope", "--time=31-0", "--array=0-6001"):
+            with pytest.raises(UserError, match=message):
+                cluster.check(refused)
 
 
 def test_what_the_cluster_is(lab):
     assert cluster.max_array_size() == 6001
+    with pytest.raises(UserError, match=r"^scontrol: Partition gpu not found; correct the site"):
+        cluster.partition("gpu")
     assert cluster.hostnames("node[1-3,7]") == ["node1", "node2", "node3", "node7"]
     assert cluster.hostnames("") == []
 
@@ -295,6 +291,17 @@ def test_an_answer_that_is_cut_anywhere_but_after_a_line_is_torn(text, parse):
             continue
         with pytest.raises(TornError, match="is not one of its lines; look at what"):
             parse(text[:stop])
+
+
+# As squeue(1) explains them: the job's resources are given back, or never were taken.
+OVER = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT"
+NOT_OVER = "COMPLETING CONFIGURING PENDING REQUEUED RESIZING RUNNING STOPPED SUSPENDED"
+
+
+def test_what_has_ended_by_the_word_for_its_state():
+    words = enumerate([*OVER.split(), *NOT_OVER.split()])
+    states = parse_squeue("".join(f"{job}|{word}|None|n1|0|0|N/A|\n" for job, word in words))
+    assert [state.state for state in states.values() if state.has_ended] == OVER.split()
 
 
 @pytest.mark.parametrize("line", ["Welcome!\n", "7_[0-99999999]|PENDING|None||0|0|N/A|\n", "\n"])

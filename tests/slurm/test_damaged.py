@@ -56,7 +56,6 @@ def test_the_memory_of_what_is_complete_is_derived_again(study_dir, content):
         (lambda line: line | {"indices": ["0"]}, "line 1: "),
         (lambda line: line | {"indices": [10**6]}, r"is of text/1000000, which the study has"),
         (lambda line: line | {"array": "nope"}, "is of nope/0, which the study has not"),
-        (lambda line: {"event": "submitted", "job": 3}, "not every call of sbatch has one answer"),
         (lambda line: {"event": "refused"}, "not every call of sbatch has one answer"),
     ],
 )

@@ -5,14 +5,12 @@ import os
 from importlib import metadata
 
 import pytest
-import torch
 
 from base import environment
 from base.errors import UserError
 from slurm import cluster, doctor
 from slurm.doctor import checks_here, visit
-from slurm.site import Options
-from tests.slurm.studies import site_of
+from tests.slurm.studies import changed, site_of
 
 
 @pytest.fixture
@@ -47,15 +45,14 @@ def test_a_node_that_does_not_see_the_root(lab, root):
 
 
 def test_an_srun_option_of_the_site_is_shown_and_tried(lab, root):
-    site = site_of(root)
-    site = site.model_copy(update={"slurm": Options(srun_options=("--mpi=nonsense",))})
+    site = changed(site_of(root), slurm={"srun_options": ("--mpi=nonsense",)})
     checks = {check.name: check for check in visit(site, 300)}
     assert checks["options of srun"].detail == "--mpi=nonsense"
     assert "--mpi" in (checks["srun, image unpacked"].problem or ""), "by the real srun"
 
 
 def test_an_interpreter_that_is_not_there(lab, root):
-    problems = failures(site_of(root).model_copy(update={"python": root / "python"}))
+    problems = failures(changed(site_of(root), python=root / "python"))
     assert "is not a program; correct python" in problems["interpreter and project"]
     assert "it ended early" in problems["a job on nodes"]
 
@@ -76,28 +73,27 @@ def test_without_slurm_the_first_line_says_so(tmp_path, monkeypatch):
     assert str(first).startswith("FAIL SLURM's commands: sbatch, squeue, scontrol, scancel, srun")
 
 
-def test_a_lock_of_another_node_that_is_not_seen(tmp_path, monkeypatch):
-    """As on a Lustre whose locks are each node's own: here nobody holds it."""
+@pytest.fixture
+def node7(tmp_path, monkeypatch):
+    """The directory of a check by the doctor, on a node of that name."""
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     (tmp_path / ".clock.json").write_text(json.dumps({"time": 0.0}))
-    problems = {check.name: check.problem for check in doctor.node(tmp_path)}
+    return tmp_path
+
+
+def test_a_lock_of_another_node_that_is_not_seen(node7):
+    """As on a Lustre whose locks are each node's own: here nobody holds it."""
+    problems = {check.name: check.problem for check in doctor.node(node7)}
     assert "mount root with flock for all nodes" in (problems["locks on node7"] or "")
 
 
-def test_the_software_of_a_node_and_what_is_not_as_tested(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+def test_the_software_of_a_node_and_what_is_not_as_tested(node7, tf32, monkeypatch):
     monkeypatch.setenv("APPTAINER_CONTAINER", "/shared/quantdyn.sif")
     monkeypatch.delenv("QUANTDYN_IMAGE", raising=False)
-    (tmp_path / ".clock.json").write_text(json.dumps({"time": 0.0}))
     versions, installed = environment._tested_versions, metadata.version
     older = {"torch": "2.13.0"}
     monkeypatch.setattr(environment, "_tested_versions", lambda build: versions(build) | older)
-    torch.set_float32_matmul_precision("high")
-    try:
-        checks = {check.name: check for check in doctor.node(tmp_path)}
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
+    checks = {check.name: check for check in doctor.node(node7)}
     words = checks["software on node7"].detail
     assert words.startswith(
         f"torch {installed('torch')}, megatron-core {installed('megatron-core')}"

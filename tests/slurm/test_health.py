@@ -1,7 +1,6 @@
 """The check of a node, run as srun runs it, and what the batch host makes of the reports."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -9,17 +8,13 @@ from pathlib import Path
 
 from slurm.job import health
 from slurm.job.health import check_gpus, check_node, read_reports, write_clock
-from tests.runs import PROJECT
-from tests.waiting import HANG_SECONDS
+from tests.runs import PROJECT, execute, write_program
 
 
-def checked(out_dir: Path, node: str, **environment: str) -> subprocess.CompletedProcess:
+def checked(out_dir: Path, node: str) -> subprocess.CompletedProcess:
     """One node's check in a process of its own."""
     command = [sys.executable, "-m", "slurm.job.health", str(out_dir)]
-    variables = os.environ | {"SLURMD_NODENAME": node, "PYTHONPATH": str(PROJECT)} | environment
-    return subprocess.run(
-        command, env=variables, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
+    return execute(command, variables={"SLURMD_NODENAME": node})
 
 
 def test_fit_nodes_leave_a_report_of_figures_and_limits(tmp_path):
@@ -35,7 +30,7 @@ def test_fit_nodes_leave_a_report_of_figures_and_limits(tmp_path):
 def test_every_reason_of_a_bad_node_is_named_and_the_check_itself_ends_well(tmp_path):
     write_clock(tmp_path)
     (tmp_path / ".clock.json").write_text(json.dumps({"time": time.time() + 3600}))
-    ended = checked(tmp_path, "node1", CUDA_VISIBLE_DEVICES="")
+    ended = checked(tmp_path, "node1")
     assert ended.returncode == 0
     reason = read_reports(tmp_path, ["node1"])["node1"]
     assert reason in ended.stdout
@@ -84,18 +79,14 @@ def test_gpus_that_are_missing_or_do_not_answer_are_named(tmp_path, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert list(check_gpus(8)) == ["GPUs seen: 0, at least 8 expected (CUDA_VISIBLE_DEVICES=)"]
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'Unable to determine the device handle for GPU 3'\nexit 15\n")
-    tool.chmod(0o755)
-    message = "nvidia-smi -L: Unable to determine the device handle for GPU 3"
-    assert list(check_gpus(8)) == [message]
+    message = "Unable to determine the device handle for GPU 3"
+    write_program(tmp_path / "nvidia-smi", f"#!/bin/sh\necho '{message}'\nexit 15\n")
+    assert list(check_gpus(8)) == [f"nvidia-smi -L: {message}"]
 
 
 def test_without_gpus_no_torch_is_imported():
     """It would take seconds on every node."""
     command = [sys.executable, "-X", "importtime", "-c", f"import {health.__name__}"]
-    imported = subprocess.run(
-        command, cwd=PROJECT, capture_output=True, text=True, timeout=HANG_SECONDS
-    ).stderr
+    imported = execute(command, cwd=PROJECT).stderr
     assert "slurm.job.health" in imported
     assert "torch" not in imported

@@ -8,8 +8,8 @@ import pytest
 
 from slurm.site import load_site
 from tests.install.conftest import COPIED
+from tests.runs import PROJECT
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 IMAGES = PROJECT / "slurm" / "images"
 DOCKERFILE, DEFINITION = (IMAGES / name for name in ("Dockerfile", "quantdyn.def"))
 LOCKS = {path.name for path in PROJECT.glob("*.lock")}

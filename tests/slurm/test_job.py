@@ -7,10 +7,9 @@ import pytest
 import typer
 
 from base.errors import UserError
-from base.files import write_json
 from slurm.job import element, supervision
 from slurm.job.element import run_element
-from slurm.site import JobLimits, Options
+from slurm.site import JobLimits
 from slurm.status.overview import look
 from slurm.status.table import lines_of
 from slurm.submission.arrays import FINAL, arrays_of
@@ -21,8 +20,9 @@ from study.pipeline.ledger import Ledger
 from study.recipes.resolve import resolve
 from study.steps import steps_of
 from tests.interpreter import interpreter
+from tests.runs import write_program
 from tests.sealing import write_ending
-from tests.slurm.studies import record_call, site_of
+from tests.slurm.studies import changed, make, record_call, site_of
 from train.run.directory import RunDirectory
 
 # Forked: an interpreter of its own would import for a second, at every step.
@@ -46,12 +46,10 @@ SCONTROL = '#!/bin/sh\necho "$3"\n'  # scontrol show hostnames NODE
 def cluster(tmp_path, monkeypatch):
     """A submitted smoke study whose last exports are there; returns its directory."""
     programs = tmp_path / "bin"
-    programs.mkdir()
     stand_ins = {"python": PYTHON.format(interpreter()), "srun": SRUN, "sbatch": SBATCH}
     stand_ins |= {"squeue": SQUEUE, "sacct": SACCT, "scontrol": SCONTROL}
     for name, text in stand_ins.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
+        write_program(programs / name, text)
     study = resolve("tiny", "smoke")
     directory = tmp_path / "runs" / study.name
     save_study(directory, study)
@@ -62,19 +60,12 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setattr(element, "RESTART_SECONDS", 0)
     monkeypatch.setattr(element, "PAUSE_SECONDS", 0)
     monkeypatch.setattr(supervision, "TRY_SECONDS", 0)
-    site = site_of(tmp_path / "runs", train_nodes=1).model_copy(
-        update={"python": programs / "python"}
-    )
+    site = changed(site_of(tmp_path / "runs", train_nodes=1), python=programs / "python")
     arrays = arrays_of(study, JobLimits())
     write_scripts(directory, site, arrays)
     write_plan(directory, site, arrays, anew=True)
-    ledger = Ledger(directory, steps_of(study))
-    for step in ledger.steps.values():
-        if step.kind in ("corpus", "prepare", "train", "export"):
-            for output in step.outputs:
-                (directory / output).parent.mkdir(parents=True, exist_ok=True)
-                write_json(directory / output, {"of": output})
-            ledger.finish(step, ledger.fingerprint(step), 1.0)
+    there = ("corpus", "prepare", "train", "export")
+    make(directory, study, [step.name for step in steps_of(study) if step.kind in there])
     return directory
 
 
@@ -83,16 +74,15 @@ def ran(directory: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-def run(directory: Path, array: str = "ends", index: int = 1) -> None:
-    """The newest job of an element, or job 70 if it has none."""
+def run(directory: Path, array: str = "ends", index: int = 1, job: str | None = None) -> None:
+    """Run an element as a job: else its newest, which is job 70 if it has none."""
     newest = existing_submission(directory).element_ids.get((array, index))
     if newest is None:
         record_call(directory, array, 70, [index])
-        newest = f"70_{index}"
-    job, _, task = newest.partition("_")
+    job = job or (newest or "70").partition("_")[0]
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SLURM_ARRAY_JOB_ID", job)
-        environment.setenv("SLURM_ARRAY_TASK_ID", task)
+        environment.setenv("SLURM_ARRAY_TASK_ID", str(index))
         run_element(directory, array, index, directory / "stop")
 
 
@@ -113,8 +103,8 @@ def steps_at_the_end(directory: Path) -> dict[str, bool]:
 
 def test_options_of_the_site_reach_every_srun_before_the_projects(cluster):
     submission = existing_submission(cluster)
-    options = Options(srun_options=("--mpi=pmix", "--cpu-bind=none"))
-    site = submission.site.model_copy(update={"slurm": options})
+    options = ("--mpi=pmix", "--cpu-bind=none")
+    site = changed(submission.site, slurm={"srun_options": options})
     write_plan(cluster, site, submission.arrays, anew=True)
     run(cluster)
     calls = (cluster / "srun.txt").read_text().splitlines()
@@ -132,12 +122,10 @@ def test_every_step_of_an_element_is_done_and_recorded_once(cluster):
     assert ran(cluster) == before
 
 
-def test_a_job_on_gpus_gives_each_step_what_it_can_use(cluster, monkeypatch):
+def test_a_job_on_gpus_gives_each_step_what_it_can_use(cluster):
     submission = existing_submission(cluster)
     four = {"gpus_per_node": 4, "ranks_per_node": None, "gpu_memory_gb": 80.0}
-    quantize = submission.site.resources.quantize.model_copy(update=four)
-    kinds = submission.site.resources.model_copy(update={"quantize": quantize})
-    site = submission.site.model_copy(update={"resources": kinds})
+    site = changed(submission.site, resources={"quantize": four})
     write_plan(cluster, site, submission.arrays, anew=False)
     array_element = element.ElementStart(cluster, "ends", 1, cluster / "stop", "70_1")
     machines = {step.kind: array_element.machine(step) for step in array_element.steps}
@@ -201,9 +189,7 @@ def test_a_request_to_stop_leaves_the_rest_to_the_next_start(cluster):
 def test_a_job_that_is_not_the_newest_of_its_element_leaves(cluster, monkeypatch, capsys):
     record_call(cluster, "ends", 70, [1])
     record_call(cluster, "ends", 80, [1])
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "70")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-    run_element(cluster, "ends", 1, cluster / "stop")
+    run(cluster, job="70")
     assert ran(cluster) == []
     assert "another job runs ends/1" in capsys.readouterr().out
     assert starts_of(cluster, ("ends", 1)) == []
@@ -310,13 +296,9 @@ def test_a_stop_file_of_ours_is_forgotten_by_the_next_start(training):
 
 def test_the_table_is_made_of_what_there_is_and_is_not_complete_then(cluster):
     run(cluster, FINAL, 0)
-    records = (
-        [path.stem for path in (cluster / "steps").glob("*.json")]
-        if (cluster / "steps").exists()
-        else []
-    )
     assert ran(cluster) == ["collect", "report", "mirror"]
-    assert "collect" not in records, "results are missing: it is to be made again"
+    made_again = "results are missing: it is to be made again"
+    assert not (cluster / "steps/collect.json").exists(), made_again
     assert starts_of(cluster, (FINAL, 0))[-1]["ended"] == "partial"
 
 

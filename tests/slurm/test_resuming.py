@@ -14,9 +14,10 @@ from slurm.submission.submit import submit
 from slurm.submission.survey import survey
 from study.definition import Study
 from tests.interpreter import interpreter
+from tests.runs import write_program
 from tests.slurm.faults import Storm
 from tests.slurm.lab import Lab, running
-from tests.slurm.studies import site_of, small_study, text_of
+from tests.slurm.studies import changed, site_of, small_study, text_of
 from tests.waiting import wait_until
 
 # The interpreter of jobs, but that the first torchrun of node2 never comes to the rendezvous.
@@ -43,11 +44,6 @@ def lab(lab_directory, slurm_installed, monkeypatch):
         yield lab
 
 
-def site(root: Path, **limits: int):
-    lab_site = site_of(root)
-    return lab_site.model_copy(update={"limits": lab_site.limits.model_copy(update=limits)})
-
-
 def log_and_attempts(study_dir: Path, run: str) -> tuple[str, int]:
     element = existing_submission(study_dir).element_ids["train", 0]
     environment = json.loads((study_dir / run / "environment.json").read_text())
@@ -56,7 +52,7 @@ def log_and_attempts(study_dir: Path, run: str) -> tuple[str, int]:
 
 def test_a_stopped_rank_is_named_and_training_resumed_in_the_same_allocation(lab, tmp_path, study):
     (run,), study_dir = (run.name for run in study.runs), tmp_path / study.name
-    submit(study, site(tmp_path, hang_seconds=20))
+    submit(study, changed(site_of(tmp_path), limits={"hang_seconds": 20}))
     storm = Storm(lab, study_dir, [run], tmp_path)
     wait_until(lambda: storm.steps(run) >= 5, "five steps")  # it may be saving by now
     beat = json.loads((study_dir / run / "watch/rank1.json").read_text())
@@ -72,10 +68,9 @@ def test_a_stopped_rank_is_named_and_training_resumed_in_the_same_allocation(lab
 
 def test_a_rendezvous_that_one_node_never_comes_to_is_ended(lab, tmp_path, study):
     (run,), study_dir = (run.name for run in study.runs), tmp_path / study.name
-    python = tmp_path / "python"
-    python.write_text(LATE.format(late=tmp_path / "late", python=interpreter()))
-    python.chmod(0o755)
-    submit(study, site(tmp_path, silent_seconds=45).model_copy(update={"python": python}))
+    late = LATE.format(late=tmp_path / "late", python=interpreter())
+    python = write_program(tmp_path / "python", late)
+    submit(study, changed(site_of(tmp_path), python=python, limits={"silent_seconds": 45}))
     wait_until(lambda: (study_dir / "steps" / f"train-{run}.json").exists(), "the run's end")
     log, attempts = log_and_attempts(study_dir, run)
     assert "error: hung: training does not start: its ranks have not met" in log
@@ -94,8 +89,7 @@ def test_a_training_that_is_preempted_and_not_requeued_comes_back(
     """
     (run,), study_dir = (run.name for run in study.runs), tmp_path / study.name
     lab.command("scontrol", "update", "PartitionName=spot", f"GraceTime={grace_seconds}")
-    options = site(tmp_path).slurm.model_copy(update={"partition": "spot"})
-    submit(study, site(tmp_path).model_copy(update={"slurm": options}))
+    submit(study, changed(site_of(tmp_path), slurm={"partition": "spot"}))
     storm = Storm(lab, study_dir, [run], tmp_path)
     wait_until(lambda: storm.steps(run) >= 5, "five steps")
     element = existing_submission(study_dir).element_ids["train", 0]

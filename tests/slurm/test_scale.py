@@ -5,8 +5,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +22,16 @@ from slurm.submission.submit import submit
 from study.definition import Study
 from study.steps import steps_of
 from tests.interpreter import interpreter
-from tests.slurm.studies import make, watched_site, watched_study, write_metrics
+from tests.slurm.studies import (
+    changed,
+    in_state,
+    make,
+    watched_site,
+    watched_study,
+    write_metrics,
+)
 
-counted: Counter[str] = Counter()
+counted: Counter[str] = Counter()  # by the audit hook, which nothing takes away again
 hooked: list[bool] = []
 
 
@@ -39,7 +45,7 @@ def slurm(monkeypatch) -> dict[str, JobState]:
         for part in array.split(","):
             first, _, last = part.partition("-")
             for index in range(int(first), int(last or first) + 1):
-                queue[f"{number}_{index}"] = JobState("PENDING", "Priority", "", 0, None)
+                queue[f"{number}_{index}"] = in_state("PENDING", "Priority")
         return number
 
     monkeypatch.setattr(cluster, "submit", submitted)
@@ -56,29 +62,26 @@ def large_study(runs: int, checkpoints: int) -> Study:
     study = watched_study()
     specs = tuple(f"gptq-b{bits}-g{size}" for bits in (2, 3, 4, 8) for size in (8, 16, 32, 64))
     steps = tuple(range(4, 4 * checkpoints + 1, 4))
-    long = study.runs[0].model_copy(update={"save_steps": steps, "total_steps": steps[-1]})
-    several = tuple(
-        long.model_copy(update={"name": f"run{number}", "seed": number + 1})
-        for number in range(runs)
-    )
-    quantization = study.quantization.model_copy(update={"specs": specs})
-    return study.model_copy(update={"runs": several, "quantization": quantization})
+    long = changed(study.runs[0], save_steps=steps, total_steps=steps[-1])
+    several = tuple(changed(long, name=f"run{number}", seed=number + 1) for number in range(runs))
+    return changed(study, runs=several, quantization={"specs": specs})
 
 
-def two_thirds_made(root: Path, study: Study) -> Path:
-    """The directory of a submitted study with two of three steps made."""
+def two_thirds_made(root: Path, study: Study, updates: int = 2000) -> Path:
+    """The directory of a submitted study with two of three steps made, its trainings' updates
+    logged.
+    """
     submit(study, watched_site(root))
     names = [step.name for step in steps_of(study)]
     make(root / study.name, study, names[: len(names) * 2 // 3])
     for run in study.trained:
-        write_metrics(root / study.name, run.name, range(1, 2000), attempt=1)
+        write_metrics(root / study.name, run.name, range(1, updates), attempt=1)
     return root / study.name
 
 
-@contextmanager
-def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Counts what a look asks of the filesystem: files opened, directories listed, stat."""
-    if not hooked:  # for good
+def operations(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> int:
+    """Return how often a call asks the filesystem: files opened, directories listed, stat."""
+    if not hooked:
         asked = ("open", "os.scandir", "os.listdir")
         sys.addaudithook(lambda event, _: counted.update([event] * (event in asked)))
         hooked.append(True)
@@ -91,13 +94,8 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", stat)
         counted.clear()
-        yield counted
-
-
-def operations(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> int:
-    with counting(monkeypatch) as counts:
         call()
-        return sum(counts.values())
+        return counted.total()
 
 
 def test_a_look_without_news_asks_little_of_the_filesystem(tmp_path, slurm, monkeypatch):
@@ -125,7 +123,7 @@ def test_10_000_elements(tmp_path, slurm):
         return time.process_time() - began
 
     first = seconds(lambda: submit(study, watched_site(tmp_path)))
-    directory = two_thirds_made(tmp_path, study)
+    directory = two_thirds_made(tmp_path, study, updates=20_000)
     arrays = existing_submission(directory).arrays
     assert sum(len(array.elements) for array in arrays) > 9000
     advance(directory)

@@ -19,6 +19,8 @@ from base.errors import UserError
 from slurm.site import Site, load_site
 from slurm.submission.arrays import JobArray
 from slurm.submission.script import render, srun_prefix
+from tests.runs import write_program
+from tests.slurm.studies import changed
 from tests.waiting import HANG_SECONDS, wait_until
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -51,17 +53,6 @@ def test_script_is_the_reviewed_one_and_bash_reads_it(site, kind):
     assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
 
 
-def test_directives_come_before_any_command():
-    """sbatch reads no #SBATCH after the first command, and would silently leave it out."""
-    for site, kind in CASES:
-        lines = golden_script(site, kind).splitlines()
-        first = next(
-            number for number, line in enumerate(lines) if line and not line.startswith("#")
-        )
-        assert not [line for line in lines[first:] if "#SBATCH" in line]
-        assert all(line.startswith("#SBATCH --") for line in lines[1:first] if line)
-
-
 class ScriptStage:
     """A site below a temporary directory whose interpreter is a shell script."""
 
@@ -81,11 +72,8 @@ class ScriptStage:
     def start(self, job: str, restarts: int = 0, **changes) -> subprocess.Popen:
         """The script of element 3 of array 70, in its own session; its job id is the array's."""
         head = '#!/bin/bash\nfor a; do stop=$a; done\n: >"$stop.ready"\n'
-        self.stub.write_text(
-            f"{head}printf '%s\\n' \"$@\""
-            f" >{shlex.quote(str(self.directory / 'arguments'))}\n{job}\n"
-        )
-        self.stub.chmod(0o755)
+        noted = f"printf '%s\\n' \"$@\" >{shlex.quote(str(self.directory / 'arguments'))}\n"
+        write_program(self.stub, f"{head}{noted}{job}\n")
         script = self.directory / "script.sh"
         script.write_text(render(ARRAYS["train"], self._site(**changes), self.study))
         slurm = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "70"}
@@ -154,8 +142,12 @@ def test_job_starts_with_default_handlers(stage):
     assert not ignored & (1 << (signal.SIGUSR1 - 1) | 1 << (signal.SIGTERM - 1))
 
 
-def signals_at_the_end(stage: ScriptStage, runs: int) -> None:
-    """Jobs that end by themselves, and one to three signals within 2 ms of that."""
+@pytest.mark.parametrize("runs", [60, pytest.param(500, marks=pytest.mark.stress)])
+def test_exit_code_is_the_jobs_when_signals_come_as_it_ends(stage, runs):
+    """One to three signals within 2 ms of the end of a job that ends by itself.
+
+    Loops around bash's wait made 138 or 255 of one signal in 46 of 250 such runs.
+    """
     generator, ending = random.Random(1), stage.directory / "ending"
     for _ in range(runs):
         process = stage.start(f": >{ending}; exit 7")
@@ -171,16 +163,6 @@ def signals_at_the_end(stage: ScriptStage, runs: int) -> None:
         ending.unlink()
         for path in stage.stop_file().parent.iterdir():
             path.unlink()
-
-
-def test_exit_code_is_the_jobs_when_signals_come_as_it_ends(stage):
-    """Loops around bash's wait made 138 or 255 of one signal in 46 of 250 such runs."""
-    signals_at_the_end(stage, runs=60)
-
-
-@pytest.mark.stress
-def test_exit_code_is_the_jobs_in_many_runs(stage):
-    signals_at_the_end(stage, runs=500)
 
 
 def test_job_does_not_start_without_its_modules(stage):
@@ -217,10 +199,7 @@ def test_containers_see_root_and_project():
     ]
     assert "--nv" not in srun_prefix(apptainer, "export")
     # Mounted somewhere else, a directory is not at its own path.
-    assert h200.container
-    moved = h200.model_copy(
-        update={"container": h200.container.model_copy(update={"mounts": ("/shared:/data",)})}
-    )
+    moved = changed(h200, container={"mounts": ("/shared:/data",)})
     expected = (
         "/shared:/data,/shared/quantdyn:/shared/quantdyn,/shared/src/quantdyn:/shared/src/quantdyn"
     )

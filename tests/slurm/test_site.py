@@ -15,6 +15,8 @@ from base.errors import UserError
 from slurm.site import EXAMPLE, Site, load_site
 from slurm.submission.arrays import JobArray
 from slurm.submission.script import render
+from tests.runs import PROJECT, write_program
+from tests.slurm.studies import write_site
 from tests.waiting import HANG_SECONDS
 
 MINIMAL = """
@@ -90,23 +92,13 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-def written(path: Path, content: dict[str, Any]) -> Path:
-    """As TOML, whose basic strings are JSON's."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, dict):
-            entries = (f"{json.dumps(key)} = {text(entry)}" for key, entry in value.items())
-            return f"{{{', '.join(entries)}}}"
-        return json.dumps(value).replace("\x7f", "\\u007f")
-
-    path.write_text(
-        "".join(f"{json.dumps(key)} = {text(value)}\n" for key, value in content.items())
-    )
-    return path
-
-
 def loaded(tmp_path: Path, changes: dict[str, Any]) -> Site:
-    return load_site(written(tmp_path / "site.toml", changed(changes)))
+    return load_site(write_site(tmp_path / "site.toml", changed(changes)))
+
+
+def test_a_file_that_is_not_there_points_to_the_example(tmp_path):
+    with pytest.raises(UserError, match=re.escape(f"copy {EXAMPLE}")):
+        load_site(tmp_path / "no.toml")
 
 
 def test_example_is_a_site_and_tables_of_kinds_come_first():
@@ -119,7 +111,7 @@ def test_example_is_a_site_and_tables_of_kinds_come_first():
 
 def test_everything_but_root_and_resources_has_a_default(tmp_path):
     site = loaded(tmp_path, {})
-    assert site.project == Path(__file__).resolve().parents[2]
+    assert site.project == PROJECT
     assert os.access(site.python, os.X_OK)
 
 
@@ -266,11 +258,6 @@ def test_a_byte_order_mark_is_read_over(tmp_path):
     assert marked == load_site(tmp_path / "site.toml")
 
 
-def test_a_file_that_is_not_there_points_to_the_example(tmp_path):
-    with pytest.raises(UserError, match=re.escape(f"copy {EXAMPLE}")):
-        load_site(tmp_path / "no.toml")
-
-
 def string_keys(model: type, prefix: str = "") -> set[str]:
     """Dotted names of all fields of a model, and of the models in it, whose schema holds text."""
     names, schema = set(), model.model_json_schema()  # type: ignore[attr-defined]
@@ -308,9 +295,7 @@ def accepted(tmp_path: Path, changes: dict[str, Any]) -> Site | None:
 @pytest.mark.parametrize("key", TEXTS)
 def test_hostile_text_is_refused_or_literal_and_never_runs(tmp_path, key):
     evil, out, taken = tmp_path / "evil", tmp_path / "out", set()
-    stub = tmp_path / "python"
-    stub.write_text(f'#!/bin/bash\nprintf %s "${{NAME-}}" >{out}\n')
-    stub.chmod(0o755)
+    stub = write_program(tmp_path / "python", f'#!/bin/bash\nprintf %s "${{NAME-}}" >{out}\n')
     paths = PYXIS | {"root": str(tmp_path), "python": str(stub), "project": str(tmp_path)}
     texts = {hostile.format(evil=evil) for hostile in HOSTILE}
     for text in texts:

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slurm.cluster import JobState
 from slurm.job.supervision import HangWatch, say, wait_for
 from slurm.submission.record import failures, record_end, record_start, starts_of, was_stopped
+from tests.runs import PROJECT
+from tests.slurm.studies import in_state
 
 JOBS = ["7_0", "8_0"]
 
@@ -20,10 +21,6 @@ JOBS = ["7_0", "8_0"]
 def start(job: str, position: int, ended: str | None = None, restart: int = 0) -> dict:
     entry = {"job": job, "restart": restart, "position": position}
     return entry if ended is None else entry | {"ended": ended}
-
-
-def state(word: str) -> JobState:
-    return JobState(word, "None", "node1", 0, "0:0")
 
 
 def test_failed_starts_are_counted_by_progress():
@@ -47,16 +44,16 @@ def test_preempted_starts_are_no_failures():
     """Requeued by SLURM nine times on one day, with nothing saved in between."""
     starts = [start("7_0", 5, restart=number) for number in range(10)]
     for word in ("PREEMPTED", "NODE_FAIL", "CANCELLED"):
-        assert failures(starts, ["7_0"], state(word), position=5) == 0
+        assert failures(starts, ["7_0"], in_state(word), position=5) == 0
     for word in ("FAILED", "TIMEOUT", "OUT_OF_MEMORY", "COMPLETED"):
-        assert failures(starts, ["7_0"], state(word), position=5) == 1, "the last one alone"
+        assert failures(starts, ["7_0"], in_state(word), position=5) == 1, "the last one alone"
     assert failures([start("7_0", 5, "asked"), start("8_0", 5, "unfit")], JOBS, None, 5) == 0
 
 
 def test_jobs_that_never_started_count():
     """As with an interpreter that is not there."""
-    assert failures([], JOBS, state("FAILED"), position=0) == 2
-    assert failures([], JOBS, state("PREEMPTED"), position=0) == 1
+    assert failures([], JOBS, in_state("FAILED"), position=0) == 2
+    assert failures([], JOBS, in_state("PREEMPTED"), position=0) == 1
     assert failures([], ["7_0"], None, position=0) == 1
 
 
@@ -147,9 +144,6 @@ def test_what_is_silent_for_too_long_hangs(tmp_path, monkeypatch):
 
 
 def test_an_error_beside_the_command_leaves_no_process(tmp_path):
-    def fail() -> None:
-        raise OSError("no space left")
-
     code = (
         "import os, time; open('new', 'w').write(str(os.getpid())); os.rename('new', 'pid');"
         " time.sleep(100_000)"
@@ -157,7 +151,7 @@ def test_an_error_beside_the_command_leaves_no_process(tmp_path):
 
     def fail_later() -> None:
         if (tmp_path / "pid").exists():
-            fail()
+            raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
         waiting(code, tmp_path, recurring=fail_later)
@@ -168,8 +162,6 @@ def test_an_error_beside_the_command_leaves_no_process(tmp_path):
 def test_a_log_that_cannot_grow_is_no_reason_to_end():
     code = "from slurm.job.supervision import say\nsay('x')\nimport os\nos._exit(5)"
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdout=full, cwd=Path(__file__).parent.parent.parent
-        )
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, cwd=PROJECT)
     assert done.returncode == 5
     say("and otherwise it is a line")

@@ -8,12 +8,10 @@ import pytest
 from study.definition import Study
 from study.paths import MLFLOW_STORE, REPORT
 from study.report.report import write_report
-from study.results.collect import collect_rows
-from study.results.table import write_table
 from study.tracking.store import create_store, store_uri
 from tests.conftest import made_once
 from tests.study.ablation import tiny
-from tests.study.synthetic import write_study
+from tests.study.synthetic import table_of, write_study
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +39,7 @@ def report(tmp_path_factory, written_study, study) -> Path:
 
     def write(root: Path) -> None:
         directory = Path(shutil.copytree(written_study, root / study.name))
-        write_table(directory, study, collect_rows(directory, study).rows)
+        table_of(directory, study)
         hostile = {"description": HOSTILE, "labels": {study.runs[0].name: HOSTILE}}
         write_report(directory, study.model_copy(update=hostile))
 
@@ -75,5 +73,5 @@ def study_dir(tmp_path, written_study, study) -> Path:
 @pytest.fixture
 def collected_dir(study_dir, study):
     """The same with its table."""
-    write_table(study_dir, study, collect_rows(study_dir, study).rows)
+    table_of(study_dir, study)
     return study_dir

@@ -18,26 +18,16 @@ def estimate(mean: float, standard_error: float) -> dict:
     return {"mean": mean, "standard_error": standard_error, "interval": [mean - half, mean + half]}
 
 
-def traces_around(trace: float, pairs: int = len(PAIRS)) -> list[float]:
-    """v'Hv of every microbatch, scattered by a quarter of their mean."""
-    shifts = PAIRS[:pairs]
-    return [trace * (1 + 0.35 * (shift - statistics.mean(shifts))) for shift in shifts]
-
-
 def curvature_content(
     path: Path, trace: float, loss: float, pairs: int, is_converged: bool
 ) -> dict:
     """result.json of 'curvature hutchinson'."""
-    values = traces_around(trace, pairs)
+    # v'Hv of every microbatch, scattered by a quarter of their mean
+    shifts = PAIRS[:pairs]
+    values = [trace * (1 + 0.35 * (shift - statistics.mean(shifts))) for shift in shifts]
     error = statistics.stdev(values) / math.sqrt(pairs)
-    spec = {
-        "name": "hutchinson",
-        "data": {"bin_sha256": "0" * 64},
-        "sequence_length": 128,
-        "seed": 0,
-        "dtype": "fp32",
-    }
-    spec |= {"microbatch_sequences": 2, "probes_per_microbatch": 1}
+    spec = {"name": "hutchinson", "data": {"bin_sha256": "0" * 64}, "dtype": "fp32", "seed": 0}
+    spec |= {"sequence_length": 128, "microbatch_sequences": 2, "probes_per_microbatch": 1}
     measured = {
         "loss": loss,
         "trace": estimate(trace, error) | {"probes": pairs, "per_microbatch": values},
@@ -54,9 +44,9 @@ def curvature_content(
     return {"model": {"path": str(path)}, "spec": spec, "measured": measured}
 
 
-def _part(measured: float, share: float, ratio: tuple[float, float]) -> dict:
-    """A step whose second-order prediction is `share` of the measured increase."""
-    error = 0.2 * abs(measured)
+def _part(measured: float) -> dict:
+    """A step whose second-order prediction is 96% of the measured increase."""
+    error, share = 0.2 * abs(measured), 0.96
     return {
         "first_order": estimate(0.1 * share * measured, error),
         "second_order": estimate(0.9 * share * measured, 0.1 * error),
@@ -64,16 +54,14 @@ def _part(measured: float, share: float, ratio: tuple[float, float]) -> dict:
         "measured": estimate(measured, error),
         "remainder": estimate((1 - share) * measured, 0.05 * error),
         "relative_difference": estimate(share - 1, 0.01),
-        "ratios": {"step_to_mean": estimate(*ratio), "step_to_signed": estimate(0.3, 0.02)},
+        "ratios": {"step_to_mean": estimate(0.25, 0.02), "step_to_signed": estimate(0.3, 0.02)},
     }
 
 
-def step_content(
-    measured: float, share: float = 0.96, ratio: tuple[float, float] = (0.25, 0.02)
-) -> dict:
+def step_content(measured: float) -> dict:
     """result.json of 'curvature step': the whole, and blocks that share it out evenly."""
-    blocks = {f"layer{block}": _part(measured / BLOCKS, share, ratio) for block in range(BLOCKS)}
-    return {"measured": {"whole": _part(measured, share, ratio), "blocks": blocks}}
+    blocks = {f"layer{block}": _part(measured / BLOCKS) for block in range(BLOCKS)}
+    return {"measured": {"whole": _part(measured), "blocks": blocks}}
 
 
 def slice_content(loss: float) -> dict:

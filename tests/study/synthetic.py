@@ -163,11 +163,9 @@ def write_blocks(path: Path, result: dict, blocks: int = 4) -> None:
     write_result(path, result | {"measured": measured})
 
 
-def change_losses(
-    directory: Path, run: str, spec: str, model: str = "step00000640", **columns: list[float]
-) -> None:
-    """Gives a result other sums of documents, and the figures that follow from them."""
-    path = directory / run / "hf" / model / "quant" / spec / "result.json"
+def change_losses(directory: Path, run: str, spec: str, **columns: list[float]) -> None:
+    """Gives the last result of a run other sums of documents, and what follows from them."""
+    path = directory / run / "hf/step00000640/quant" / spec / "result.json"
     result = json.loads(path.read_text())
     losses = result["measured"]["per_document"] | columns
     reseal(path, result_of(path.parents[2], spec, losses))

@@ -202,11 +202,13 @@ def test_runs_that_became_the_same_are_named_with_what_made_them_so(settings, wo
         factors.of("own", twice)
 
 
-def runs(**values):
-    def run(name, **factors):
-        return wsd_run(name, model=MODEL, text=TEXT, steps=40, **factors)
+def runs() -> list[RunConfig]:
+    """Two peaks."""
 
-    return sweep(run, **({"peak_lr": [3e-3, 1e-2]} | values))
+    def run(name, peak_lr):
+        return wsd_run(name, model=MODEL, text=TEXT, steps=40, peak_lr=peak_lr)
+
+    return sweep(run, peak_lr=[3e-3, 1e-2])
 
 
 @pytest.mark.parametrize("profile", ["full", "smoke"])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from base.digests import sealed
 from base.environment import version
 from base.errors import UserError
 from base.files import sha256_of
@@ -16,10 +17,9 @@ from dynamics.figures.curvature import curvature
 from study.claims.page import claims_table, judge_all
 from study.claims.verdict import Evidence
 from study.figures.canvas import Canvas
-from study.machine.hardware import Hardware
 from study.paths import REPORT, MeasuredModel, curvature_result, quantization_result, step_result
 from study.pipeline.ledger import Ledger, status_lines
-from study.pipeline.runner import Runner, StepError, locked
+from study.pipeline.runner import StepError
 from study.recipes.resolve import resolve
 from study.report.report import write_report
 from study.results.collect import collect_rows, diverged_runs, left_out_lines, phase_of
@@ -32,6 +32,7 @@ from study.tracking.importer import mirror
 from study.tracking.store import store_uri
 from tests.sealing import edited, measured_in, write_ending
 from tests.study.ablation import tiny
+from tests.study.running import command, noting, order, run_steps
 from tests.study.synthetic import row_at, table_of
 from train.run.directory import RunDirectory
 
@@ -84,43 +85,32 @@ def test_a_result_that_was_copied_to_another_place_is_refused(study_dir, study, 
         collect_rows(study_dir, study)
 
 
-def test_an_average_is_a_row_of_its_own_beside_the_weights_of_its_step(study_dir, study):
+def test_an_average_is_a_row_of_its_own_after_the_weights_of_its_step(study_dir, study):
     rows = collect_rows(study_dir, study).rows
-    averages = [row for row in rows if row["average"] == "lawa5x16"]
-    assert [(row["run"], row["step"], row["phase"]) for row in averages] == [
-        (run.name, step, "stable" if step <= 448 else "anneal")
+    averages = [row for row in rows if row["average"]]
+    assert [(row["run"], row["average"], row["step"], row["phase"]) for row in averages] == [
+        (run.name, *average)
         for run in study.runs
-        for step in study.averaged_steps
+        for average in (
+            *(("lawa5x16", 192, "stable"), ("lawa5x16", 448, "stable")),
+            *(("soup-stable", 448, "stable"), ("lawa5x16", 640, "anneal")),
+            ("soup-anneal", 640, "anneal"),
+        )
     ]
-    row, before = averages[1], rows[rows.index(averages[1]) - 1]
-    assert (before["step"], before["average"]) == (448, None)
-    quant = measured_in(study_dir / "lr1e-3/hf/lawa5x16-step00000448/quant/gptq-b3-g32")
-    assert row["quant/gptq-b3-g32/cross_entropy_quantized"] == quant["cross_entropy_quantized"]
-    assert row["quant/gptq-b3-g32/kl_divergence_low"] == quant["intervals"]["kl_divergence"][0]
-    checkpoint = json.loads(
-        (study_dir / "lr1e-3/checkpoints/lawa5x16-step00000448/checkpoint.json").read_text()
-    )
-    assert row["held_out_loss"] == checkpoint["held_out_loss"] != before["held_out_loss"]
-    assert row["train_loss"] is None
-    assert row["curvature/trace"] is None
-
-
-def test_a_soup_is_a_row_of_its_last_step_with_what_was_measured_of_it(study_dir, study):
-    rows = collect_rows(study_dir, study).rows
-    soups = [row for row in rows if str(row["average"]).startswith("soup-")]
-    assert [(row["run"], row["average"], row["step"], row["phase"]) for row in soups] == [
-        (run.name, *soup)
-        for run in study.runs
-        for soup in (("soup-stable", 448, "stable"), ("soup-anneal", 640, "anneal"))
-    ]
-    row = soups[0]
-    weights = row_at(rows, "lr1e-3", 448)
-    for key in ("tokens", "learning_rate"):
-        assert row[key] == weights[key]
-    quant = measured_in(study_dir / "lr1e-3/hf/soup-stable-step00000448/quant/gptq-b3-g32")
-    assert row["quant/gptq-b3-g32/kl_divergence"] == quant["kl_divergence"]
-    assert (row["train_loss"], row["held_out_loss"]) == (None, None)
-    assert row["curvature/trace"] is None
+    weights, lawa, soup = rows[rows.index(averages[1]) - 1 :][:3]
+    assert (weights["step"], weights["average"]) == (448, None)
+    for row in (lawa, soup):
+        for key in ("tokens", "learning_rate"):
+            assert row[key] == weights[key]
+        hf = study_dir / f"lr1e-3/hf/{row['average']}-step00000448"
+        quant, column = measured_in(hf / "quant/gptq-b3-g32"), "quant/gptq-b3-g32"
+        assert row[f"{column}/cross_entropy_quantized"] == quant["cross_entropy_quantized"]
+        assert row[f"{column}/kl_divergence_low"] == quant["intervals"]["kl_divergence"][0]
+        assert row["train_loss"] is row["curvature/trace"] is None
+    path = study_dir / "lr1e-3/checkpoints/lawa5x16-step00000448/checkpoint.json"
+    expected = json.loads(path.read_text())["held_out_loss"]
+    assert lawa["held_out_loss"] == expected != weights["held_out_loss"]
+    assert soup["held_out_loss"] is None
 
 
 def models_with(rows, column: str) -> list[tuple]:
@@ -138,10 +128,8 @@ def test_further_methods_have_columns_of_their_own_and_values_at_the_end_alone(s
     assert last["quant/awq-b3-g32/kl_divergence"] == result["kl_divergence"]
     assert last["quant/awq-b3-g32/top1_agreement_low"] == result["intervals"]["top1_agreement"][0]
     assert last["quant/int8-t6/documents"] == 28
-    plain = study.model_copy(
-        update={"quantization": study.quantization.model_copy(update={"methods": ()})}
-    )
-    fewer = table_of(study_dir, plain)
+    quantization = study.quantization.model_copy(update={"methods": ()})
+    fewer = table_of(study_dir, study.model_copy(update={"quantization": quantization}))
     assert fewer == [{key: value for key, value in row.items() if key in fewer[0]} for row in rows]
     assert rows[0].keys() - fewer[0].keys() == {
         key for key in rows[0] if key.split("/")[1:2] in METHODS
@@ -237,26 +225,16 @@ def test_an_eigenvalue_that_is_not_measured_is_null(study_dir, study):
 
 
 IDENTITY = "ab" * 8  # of the run that diverges
-CODE = """
-import hashlib, json, pathlib, sys
-study, name, *outputs = sys.argv[1:]
-study = pathlib.Path(study)
-(study / "order.txt").open("a").write(name + chr(10))
-for output in outputs:
-    (study / output).parent.mkdir(parents=True, exist_ok=True)
-    values = {"of": name}
-    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    seal = hashlib.sha256(canonical.encode()).hexdigest()
-    (study / output).write_text(json.dumps(values | {"sha256": seal}))
-"""
 
 
 def step(name: str, kind: str, outputs: list[str], count: int | None = None, **fields) -> Step:
     """Leaves its outputs, or the first of them and fails."""
-    count = len(outputs) if count is None else count
-    code = CODE + ("" if count == len(outputs) else "sys.exit(2)")
-    command = ("{python}", "-I", "-S", "-c", code, "{study}", name, *outputs[:count])
-    return Step(name, kind, command, tuple(outputs), **fields)
+    content = json.dumps(sealed({"of": name}))
+    code = f"for output in map(study.joinpath, {outputs[:count]}):\n"
+    code += "    output.parent.mkdir(parents=True, exist_ok=True)\n"
+    code += f"    output.write_text({content!r})\n"
+    code += "" if count in (None, len(outputs)) else "sys.exit(2)"
+    return Step(name, kind, command(noting(name, code)), tuple(outputs), **fields)
 
 
 def checkpoint(run: str, number: int) -> str:
@@ -297,17 +275,6 @@ def chain(*, count: int = 1, identity: str = IDENTITY) -> list[Step]:
     return [*steps, step("collect", "collect", ["table"], after=before, tolerant=True)]
 
 
-def run_all(directory: Path, steps: list[Step]) -> Runner:
-    with locked(directory) as lock_fd:
-        runner = Runner(directory, steps, Hardware(2), lock_fd)
-        runner.run()
-    return runner
-
-
-def order(directory: Path) -> list[str]:
-    return (directory / "order.txt").read_text().split()
-
-
 LEFT_OUT = {"train-branch", "export-hot-4", "measure-hot-4", "export-branch-6", "measure-branch-6"}
 MADE = {"train-hot", "train-well", "export-hot-2", "measure-hot-2", "export-well-4"}
 MADE |= {"measure-well-4", "collect"}
@@ -324,14 +291,14 @@ def hot(tmp_path) -> Path:
 
 
 def test_a_diverged_run_stops_nothing_else_and_is_not_trained_again(hot, capsys):
-    runner = run_all(hot, chain())
+    runner = run_steps(hot, chain())
     assert set(order(hot)) == MADE
     assert order(hot)[-1] == "collect", "of what there is"
     assert runner.left_out == dict.fromkeys(LEFT_OUT, "hot diverged at step 3")
     assert "hot diverged at step 3: not finite: loss nan\n" in capsys.readouterr().err
 
     # resumed, nothing is open; status says why the rest is not there
-    assert run_all(hot, chain()).complete == MADE
+    assert run_steps(hot, chain()).complete == MADE
     assert len(order(hot)) == len(MADE)
     lines = list(status_lines(Ledger(hot, chain())))
     assert lines[0] == "train      2/3  1 left out: hot diverged at step 3"
@@ -341,21 +308,18 @@ def test_a_diverged_run_stops_nothing_else_and_is_not_trained_again(hot, capsys)
 
     # another configuration is another run
     steps = chain(count=2, identity="ef" * 8)
-    assert run_all(hot, steps).left_out == {}
+    assert run_steps(hot, steps).left_out == {}
     assert set(order(hot)) == MADE | LEFT_OUT
     assert order(hot).count("collect") == 2, "of more than before"
 
 
 def test_a_checkpoint_before_the_divergence_that_is_removed_is_missing(hot):
-    run_all(hot, chain())
+    run_steps(hot, chain())
     (hot / checkpoint("hot", 2)).unlink()
     ledger = Ledger(hot, chain())
     reason = ledger.reason(ledger.steps["train-hot"])
-    assert (
-        reason
-        == f"{hot / checkpoint('hot', 2)} is missing; copy it from where the study was"
-        + (" made, or run")
-    )
+    missing = hot / checkpoint("hot", 2)
+    assert reason == f"{missing} is missing; copy it from where the study was made, or run"
 
 
 def test_a_training_that_failed_otherwise_is_a_failure_and_tried_again(hot):
@@ -363,7 +327,7 @@ def test_a_training_that_failed_otherwise_is_a_failure_and_tried_again(hot):
     write_ending(RunDirectory(hot / "hot"), "failed", 3, fingerprint=IDENTITY)
     for count in (1, 2):
         with pytest.raises(StepError, match="train-hot failed"):
-            run_all(hot, chain())
+            run_steps(hot, chain())
         assert order(hot).count("train-hot") == count
     done = {"train-hot", "train-well", "export-well-4", "measure-well-4"}
     assert set(order(hot)) == done

@@ -1,7 +1,8 @@
-"""The command line as a user meets it."""
+"""The command line as a user meets it: refusals, names, and no wait for heavy libraries."""
 
 import json
-from subprocess import CompletedProcess
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +16,13 @@ from quant_eval.measuring.sequential import check_spec
 from quant_eval.specs import parse_spec
 from study.measurements.sizes import misfits
 from study.recipes.resolve import resolve
-from tests.runs import python
+from tests.runs import PROJECT, error_line, python
 from tests.study.ablation import tiny
-from tests.study.synthetic import write_study
+from tests.study.commands import printed, refused
+from tests.study.synthetic import table_of, write_study
 from train.model.config import ModelConfig, hf_settings
 from train.model.families import family_of
 from train.run.config import RunConfig
-
-
-def study_command(*arguments: str) -> CompletedProcess:
-    return python("study", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -32,63 +30,47 @@ def study_command(*arguments: str) -> CompletedProcess:
     [
         (["run", "tinny"], "no recipe 'tinny'; did you mean tiny"),
         (["run", "tiny", "--profile", "huge"], "no profile 'huge'; take one of full, smoke"),
-        (["run", "tiny", "--text", "absent.jsonl", "more.jsonl"], "absent.jsonl does not exist"),
-        (["run", "tiny", "--set", "engin=deepspeed"], "no such setting"),
-        (
-            ["show", "tiny", "--set", "save_steps=[640]"],
-            "save_steps must be in 0..1024 and end with",
-        ),
-        (
-            ["show", "tiny", "--set", "model.family=llama"],
-            "the megatron engine trains olmo2, not llama",
-        ),
-        (["status", "../tiny", "--root", "runs"], "cannot be the name of a study"),
         (["run", "$(touch x)"], "cannot be the name of a study"),
-        (["status", "absent", "--root", "/nonexistent"], "does not exist"),
-        (["collect", "tiny", "--root", "/nonexistent"], "does not exist"),
-        (["report", "tiny", "--root", "/nonexistent"], "does not exist"),
+        (["status", "../tiny", "--root", "runs"], "cannot be the name of a study"),
+        *(
+            ([command, "tiny", "--root", "/nonexistent"], "does not exist")
+            for command in ("status", "collect", "report", "mirror")
+        ),
     ],
 )
-def test_bad_input_ends_with_one_line_and_code_2(arguments, words):
-    done = study_command(*arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: ")
+def test_bad_input_is_refused(arguments, words):
+    assert words in refused(*arguments)
 
 
 def test_list_show_and_status(study_dir, study):
-    assert "tiny (full, smoke)" in study_command("list").stdout
-    shown = study_command("show", "tiny", "--profile", "smoke").stdout
+    assert "tiny (full, smoke)" in printed("list")
+    shown = printed("show", "tiny", "--profile", "smoke")
     assert "python -m quant_eval run" in shown
     assert "lr3e-2: peak 0.03" in shown
     assert "methods rtn-b3-g32, int8-t6" in shown
     assert "by_block gptq-b3-g32" in shown
     assert "averages quantized: lawa5x4 at 72" in shown
     assert "soup-anneal: the mean of the checkpoints at 48, 72, quantized" in shown
-    status = study_command("status", "tiny", "--root", str(study_dir.parent))
+    status = printed("status", "tiny", "--root", study_dir.parent)
     # results alone do not make a step complete: nothing says which command left them
-    assert "train      0/4  next: train-lr1e-3: waits for prepare-train" in status.stdout
-    assert "corpus     0/1  next: corpus: not run yet" in status.stdout
-    assert f"0/227 steps complete in {study_dir}" in status.stdout
+    assert "train      0/4  next: train-lr1e-3: waits for prepare-train" in status
+    assert "corpus     0/1  next: corpus: not run yet" in status
+    assert f"0/227 steps complete in {study_dir}" in status
 
 
 def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
-    setting = ["--set", "engine=deepspeed", "--set", "zero.stage=2"]
-    shown = study_command("show", "tiny", *setting).stdout
+    shown = printed("show", "tiny", "--set", "engine=deepspeed", "--set", "zero.stage=2")
     assert shown.startswith("tiny-engine=deepspeed-stage=2: ")
     assert "lr2.4e-2-seed3: peak 0.024" in shown
     assert "python -m train run" in shown
     changed = resolve("tiny", "full", ("engine=deepspeed", "zero.stage=2"))
     directory = write_study(tmp_path / changed.name, changed)
-    name = study_command("collect", changed.name, "--root", str(tmp_path))
-    assert name.stdout.startswith(f"{directory / 'table.parquet'}: 48 rows"), name.stderr
+    collected = printed("collect", changed.name, "--root", tmp_path)
+    assert collected.startswith(f"{directory / 'table.parquet'}: 48 rows")
     # without the settings it is another study; by the name of its directory it is found as it is
-    assert "does not exist" in study_command("status", "tiny", "--root", str(tmp_path)).stderr
-    assert (
-        f"steps complete in {directory}"
-        in study_command("status", changed.name, "--root", str(tmp_path)).stdout
-    )
+    assert "does not exist" in refused("status", "tiny", "--root", tmp_path)
+    status = printed("status", changed.name, "--root", tmp_path)
+    assert f"steps complete in {directory}" in status
 
 
 def test_a_used_name_is_refused_before_anything_runs(tmp_path):
@@ -98,9 +80,8 @@ def test_a_used_name_is_refused_before_anything_runs(tmp_path):
     content = json.loads(path.read_text()) | {"seed": 12345}
     del content["fingerprint"]
     path.write_text(json.dumps(content))
-    done = study_command("run", "tiny", "--root", str(tmp_path))
-    assert done.returncode == 2
-    assert study.trained[-1].name in done.stderr
+    done = python("study", "run", "tiny", "--root", str(tmp_path))
+    assert study.trained[-1].name in error_line(done)
     assert not (directory / "logs").exists()
 
 
@@ -161,3 +142,47 @@ def test_a_study_refuses_what_the_measurement_would(name):
     assert reasons == {spec: refused_of_model(run, spec) for spec in SPECS}
     assert any(reasons.values())
     assert not all(reasons.values())
+
+
+HEAVY = ("torch", "transformers", "matplotlib", "mlflow", "pandas", "scipy.stats", "scipy")
+# What runs a command as `python -m` does, then prints which of the heavy libraries it imported.
+CHILD = """
+import json, runpy, sys
+from contextlib import redirect_stdout, suppress
+module, *sys.argv[1:] = sys.argv[1:]
+with suppress(SystemExit), redirect_stdout(sys.stderr):
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+print(json.dumps([name for name in {heavy} if name in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Two runs of the ablation, with a result of everything."""
+    directory = tmp_path_factory.mktemp("light")
+    study = tiny()
+    study = study.model_copy(update={"runs": study.runs[:2]})
+    write_study(directory / "tiny", study)
+    table_of(directory / "tiny", study)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "quant_eval run --help",
+        "study list",
+        "study status tiny --root {root}",
+        "study report tiny --claims --root {root}",
+    ],
+)
+def test_no_heavy_library_is_imported(root, command):
+    words = command.format(root=root).split()
+    child = [sys.executable, "-c", CHILD.format(heavy=HEAVY), *words]
+    done = subprocess.run(child, cwd=PROJECT, capture_output=True, text=True, check=True)
+    imported = json.loads(done.stdout)
+    if "--claims" in words:
+        assert imported == ["scipy"], "Student's distribution, of scipy.special"
+        assert "Claims of arXiv 2510.06213" in done.stderr
+    else:
+        assert imported == []

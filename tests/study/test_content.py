@@ -4,10 +4,8 @@ import sys
 from types import ModuleType
 
 import pytest
-from typer.testing import CliRunner
 
 from study import content
-from study.__main__ import app
 from study.claims.page import claims_text, judge_all
 from study.claims.verdict import Claim, Evidence, Verdict, claim
 from study.content import Content, contents, loaded, recipe_places
@@ -18,6 +16,7 @@ from study.recipes.resolve import named_recipe, recipe_names, resolve
 from study.results.paired import Paired
 from study.results.table import read_table
 from tests.study import mine
+from tests.study.commands import printed
 
 
 @figure("steps", "Steps of the checkpoints.", headline=True)
@@ -71,7 +70,7 @@ def test_every_place_of_the_paper_is_of_its_kind():
 def test_the_engine_runs_the_content_of_another_package(other_paper, collected_dir, study):
     assert recipe_names() == ("rate-and-decay",)
     assert resolve("rate-and-decay", "smoke").name == "rate-and-decay-smoke"
-    listed = CliRunner().invoke(app, ["list"]).stdout
+    listed = printed("list")
     assert listed.startswith("rate-and-decay (full, smoke): Peak learning rate x weight decay")
     assert listed.count("\n") == 1
 

@@ -14,8 +14,8 @@ from study.report.report import write_report
 from study.results.table import read_table
 from tests.study.chromium import Browser
 from tests.study.conftest import HOSTILE
-from tests.study.synthetic import table_of
-from tests.study.varied import budgets, write_varied
+from tests.study.synthetic import table_of, write_study
+from tests.study.varied import budgets
 
 NAMES = [
     *("kl_divergence", "quantization_error", "ends", "validation_loss", "averages"),
@@ -196,7 +196,7 @@ def test_the_same_study_makes_the_same_files(tmp_path, study, monkeypatch):
     two = [figure for figure in figures_of(study) if figure.name in ("ends", "kl_divergence")]
     monkeypatch.setattr(drawing, "figures_of", lambda _: two)
     changed: Study = budgets(study)
-    directory = write_varied(tmp_path / changed.name, changed)
+    directory = write_study(tmp_path / changed.name, changed)
     table_of(directory, changed)
     reports = []
     for _ in range(2):

@@ -4,7 +4,6 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +11,6 @@ import vl_convert
 from matplotlib.figure import Figure as Picture
 
 from dynamics.figures.averages import DASHES, averages
-from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.figure import Drawn, figures_of
 from study.figures.looks import DASHED, SOLID, colours
@@ -39,16 +37,6 @@ class Charts(NamedTuple):
     by_name: dict[str, Drawn]
 
 
-def charts_of(directory: Path, study: Study) -> Charts:
-    canvas = Canvas(study, table_of(write_study(directory, study), study), directory)
-    drawings = {figure.name: figure.draw(canvas) for figure in figures_of(study)}
-    return Charts(canvas, {
-        name: drawing
-        for name, drawing in drawings.items()
-        if drawing and not isinstance(drawing.chart, Picture)
-    })  # fmt: skip
-
-
 def averaged(name: str, **values: Any) -> Any:
     lawa = Lawa(interval_steps=4, window=5)
     return factors.run(name, averages=(lawa,), **values)
@@ -58,7 +46,14 @@ def averaged(name: str, **values: Any) -> Any:
 def charts(tmp_path_factory, request) -> Charts:
     study = factors.of("own", sweep(averaged, weight_decay=[0.0, 0.1]), seeds=request.param)
     study = study.model_copy(update={"averaged_steps": (48, 64)})
-    return charts_of(tmp_path_factory.mktemp("legends") / "own", study)
+    directory = write_study(tmp_path_factory.mktemp("legends") / "own", study)
+    canvas = Canvas(study, table_of(directory, study), directory)
+    drawings = {figure.name: figure.draw(canvas) for figure in figures_of(study)}
+    return Charts(canvas, {
+        name: drawing
+        for name, drawing in drawings.items()
+        if drawing and not isinstance(drawing.chart, Picture)
+    })  # fmt: skip
 
 
 def legend_of(chart: Any) -> set[str]:

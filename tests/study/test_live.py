@@ -16,6 +16,7 @@ from study.pipeline import runner as running
 from study.pipeline.runner import Runner, locked
 from study.step import Step
 from study.tracking.importer import mirror
+from tests.study.running import command, noting, python_step
 from tests.study.tracking.stores import Database
 
 WAITING = """
@@ -46,10 +47,6 @@ assert not pathlib.Path("/proc", (study / "view").read_text()).exists()
 """
 
 
-def command(code: str) -> tuple[str, ...]:
-    return ("{python}", "-I", "-S", "-c", code, "{study}")
-
-
 def run(directory: Path, steps: list[Step], refresh: str) -> None:
     with locked(directory) as lock_fd:
         runner = Runner(directory, steps, Hardware(1), lock_fd, refresh=command(refresh))
@@ -59,7 +56,7 @@ def run(directory: Path, steps: list[Step], refresh: str) -> None:
 
 def test_a_refresh_that_fails_is_said_once_and_the_study_ends_well(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(running, "EVERY_SECONDS", 0.0)
-    run(tmp_path, [Step("waits", "test", command(WAITING.format(times=3)), ("waited",))], FAILING)
+    run(tmp_path, [python_step("waits", WAITING.format(times=3), ("waited",))], FAILING)
     lines = [line for line in capsys.readouterr().err.splitlines() if "MLflow" in line]
     assert lines == [
         f"report and MLflow stay as they were, log {tmp_path}/logs/refresh.log:"
@@ -70,7 +67,7 @@ def test_a_refresh_that_fails_is_said_once_and_the_study_ends_well(tmp_path, mon
 def test_a_refresh_at_work_ends_before_the_table_is_collected(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "EVERY_SECONDS", 0.0)
     steps = [
-        Step("waits", "test", command(WAITING.format(times=1)), ("waited",)),
+        python_step("waits", WAITING.format(times=1), ("waited",)),
         Step("collect", "collect", command(COLLECTING), ("table",), after=("waits",)),
     ]
     run(tmp_path, steps, LASTING)
@@ -78,8 +75,7 @@ def test_a_refresh_at_work_ends_before_the_table_is_collected(tmp_path, monkeypa
 
 
 def test_no_refresh_begins_before_its_time(tmp_path):
-    steps = [Step("quick", "test", command("open(__import__('sys').argv[1] + '/x', 'w')"), ("x",))]
-    run(tmp_path, steps, FAILING)
+    run(tmp_path, [python_step("quick", noting("quick"))], FAILING)
     assert not (tmp_path / "view").exists()
 
 

@@ -25,7 +25,6 @@ from study.step import Step, resolve
 from study.steps import steps_of
 from tests.interpreter import interpreter
 from tests.runs import PROJECT
-from tests.study.ablation import tiny
 from train.planning.flops import GPUS
 from train.planning.memory import rank_memory
 from train.run.config import load_run
@@ -230,30 +229,11 @@ def test_what_a_study_is_sized_for_decides_where_it_runs_unless_it_is_told(machi
     ("has", "asked", "words"),
     [
         ({"used": ()}, {}, "has no NVIDIA GPU; give --device cpu"),
-        (
-            {"used": (0, 0)},
-            {"count": 3},
-            "--gpus 3 asks for more GPUs than the 2 there are; give fewer",
-        ),
-        (
-            {"used": (0, 60)},
-            {},
-            (
-                r"GPU 1 \(NVIDIA H100 80GB HBM3, 64.4 of 84.8 GB in use\) is busy; wait until it is"
-                r" free, give --gpus 1"
-            ),
-        ),
+        ({"used": (0, 0)}, {"count": 3}, "--gpus 3 asks for more GPUs than the 2 there are; give"),
+        ({"used": (0, 60)}, {}, r"GPU 1 \(.*, 64.4 of 84.8 GB in use\) is busy; .*, give --gpus 1"),
         ({"used": (60,)}, {}, "is busy; wait until it is free, end what runs there"),
-        (
-            {"used": (0,), "torch_cuda": None},
-            {},
-            "torch 2.13.0 is a build without CUDA; .* or give --device cpu",
-        ),
-        (
-            {"used": (0,), "cuda": 12040},
-            {},
-            r"driver 580.65.06 runs CUDA up to 12.4 and torch 2.13.0 needs 13.0; update the driver, b",
-        ),
+        ({"used": (0,), "torch_cuda": None}, {}, "2.13.0 is a build without CUDA; .* --device cpu"),
+        ({"used": (0,), "cuda": 12040}, {}, "driver 580.65.06 runs CUDA up to 12.4 .* needs 13.0;"),
         ({"used": (0, 0), "models": (H100, "NVIDIA A100")}, {}, "GPUs differ .* choose equal ones"),
         ({"used": (0,)}, {"device": "gpu"}, "--device gpu is unknown; did you mean cuda"),
         ({"used": (0,)}, {"device": "cpu", "count": 1}, "add --device cuda"),
@@ -300,26 +280,16 @@ def test_where_there_is_no_gpu_cuda_is_one_line_and_code_2(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-@pytest.fixture(scope="module")
-def study() -> Study:
-    return tiny()
-
-
-@pytest.fixture(scope="module")
-def model(study) -> Olmo2ForCausalLM:
-    settings = study.runs[0].model
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    shape: dict[str, Any] = {name: getattr(settings, name) for name in names}
-    with torch.device("meta"):
-        return Olmo2ForCausalLM(
-            Olmo2Config(num_attention_heads=4, tie_word_embeddings=False, **shape)
-        )
-
-
-def test_needs_are_those_of_transformers_models_and_the_runs_state(study, model):
+def test_needs_are_those_of_transformers_models_and_the_runs_state(study):
     """4 runs in fp32 of 7 checkpoints, LAWA of 5 at each save and at 3 of them measured, 2
     soups, 3 specs by block.
     """
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    shape: dict[str, Any] = {name: getattr(study.runs[0].model, name) for name in names}
+    with torch.device("meta"):
+        model = Olmo2ForCausalLM(
+            Olmo2Config(num_attention_heads=4, tie_word_embeddings=False, **shape)
+        )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     blocks = model.model.layers.modules()
     linear = sum(module.weight.numel() for module in blocks if isinstance(module, torch.nn.Linear))
@@ -341,9 +311,7 @@ def test_the_line_is_drawn_at_what_is_left_to_write_and_the_reserve(study, tmp_p
     filesystem(monkeypatch, needed + 2 * 10**9)
     check_room(study, tmp_path / "not" / "there" / "yet", reserve_gb=2)
     filesystem(monkeypatch, needed + 2 * 10**9 - 1)
-    with pytest.raises(
-        UserError, match=r"tiny will write 1.2 GB more .checkpoints 0.98, exports 0.17, quantized"
-    ):
+    with pytest.raises(UserError, match=r"tiny will write 1.2 GB more .checkpoints 0.98, exports"):
         check_room(study, tmp_path, reserve_gb=2)
 
 

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from study.text.own import TextOptions, source_of
 from study.text.steps import check_held_out, check_text, prefix, record, text_steps
 from study.text.survey import needs_of
 from study.text_kinds import OwnText, PackageSources, PreparedText, TokenFile
+from tests.study.commands import printed, refused
 from tests.study.synthetic import text_in_place
 from train.__main__ import app as train_app
 from train.data.corpus import open_corpus
@@ -74,17 +76,19 @@ def make(study: Study, directory: Path, in_processes: bool = False) -> None:
         ledger.finish(step, ledger.fingerprint(step), 1.0)
 
 
-def documents(directory: Path, study: Study, tokenizer: Tokenizer) -> dict[str, list[str]]:
-    texts = {}
-    for use in ("train", "held_out", "calibration"):
-        corpus = open_corpus(
-            prefix(study, use).replace("{study}", str(directory)), verify_hashes=True
-        )
-        texts[use] = [
-            tokenizer.decode(corpus.document(i)[:-1].tolist())
-            for i in range(corpus.manifest.documents)
+USES = ("train", "held_out", "calibration")
+
+
+def documents(directory: Path, tokenizer: Tokenizer) -> dict[str, list[str]]:
+    """The texts of the documents that were made for each use."""
+    corpora = {use: open_corpus(directory / "data" / use, verify_hashes=True) for use in USES}
+    return {
+        use: [
+            tokenizer.decode(corpus.document(index)[:-1].tolist())
+            for index in range(corpus.manifest.documents)
         ]
-    return texts
+        for use, corpus in corpora.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -106,7 +110,7 @@ def test_a_study_makes_its_text_of_files_without_a_network(tmp_path, files, reci
     tokenizer = Tokenizer.from_file(str(directory / "data/tokenizer/tokenizer.json"))
     assert tokenizer.get_vocab_size() == study.trained[0].model.vocab_size
 
-    texts_by_use = documents(directory, study, tokenizer)
+    texts_by_use = documents(directory, tokenizer)
     texts = [json.loads(line)["text"] for path in files for line in path.read_text().splitlines()]
     beginnings = {text[:60] for text in texts}
     assert {text[:60] for use in texts_by_use for text in texts_by_use[use]} == beginnings
@@ -115,15 +119,9 @@ def test_a_study_makes_its_text_of_files_without_a_network(tmp_path, files, reci
     assert len(by_use[0] | by_use[1] | by_use[2]) == sum(map(len, by_use))  # copies stay together
 
     needs = needs_of(study)
-    for use, wanted in (
-        ("train", needs.train),
-        ("held_out", needs.held_out),
-        ("calibration", needs.calibration),
-    ):
-        corpus = open_text(
-            Path(prefix(study, use).replace("{study}", str(directory))), directory, 10**6
-        )
-        assert corpus.manifest.tokens >= wanted
+    for use in USES:
+        corpus = open_text(directory / "data" / use, directory, 10**6)
+        assert corpus.manifest.tokens >= getattr(needs, use)
     held_out = open_corpus(directory / "data/held_out")
     assert held_out.lengths_D.max() <= study.quantization.eval_tokens // 50
     for run in study.trained:
@@ -142,7 +140,7 @@ def test_the_text_may_be_in_a_field_of_another_name(tmp_path, files):
     make(study, tmp_path / study.name)
     check_text(study, tmp_path / study.name)
     assert isinstance(study.text, OwnText)
-    for use in ("train", "held_out", "calibration"):
+    for use in USES:
         corpora = [open_corpus(tmp_path / each.name / "data" / use) for each in (plain, study)]
         assert corpora[0].manifest.sha256 == corpora[1].manifest.sha256
     keys = (None, "text", "content")
@@ -161,7 +159,7 @@ def test_a_token_file_is_shared_out_with_its_own_tokenizer(tmp_path, files, toke
     assert (directory / "data/tokenizer/tokenizer.json").read_bytes() == (
         tokenizer_dir / "tokenizer.json"
     ).read_bytes()
-    texts = documents(directory, study, tokenizer)
+    texts = documents(directory, tokenizer)
     assert sum(map(len, texts.values())) == 3000
     for run in study.trained:
         open_data(run, RunDirectory(directory / run.name), verify_hashes=True)
@@ -232,17 +230,9 @@ def test_a_changed_file_is_noticed_until_its_tokens_are_there(tmp_path, files):
     with pytest.raises(UserError, match=r"more\.jsonl does not exist"):
         check_text(study, directory)
     (directory / "data").mkdir(parents=True)
-    for use in ("train", "held_out", "calibration"):
+    for use in USES:
         (directory / "data" / f"{use}.json").touch()
     check_text(study, directory)
-
-
-def refused(*arguments: str | Path) -> str:
-    """Return the line of a refused command."""
-    with pytest.raises(UserError) as refusal:
-        CliRunner().invoke(study_app, list(map(str, arguments)), catch_exceptions=False)
-    assert "\n" not in str(refusal.value)
-    return str(refusal.value)
 
 
 @pytest.fixture(scope="module")
@@ -264,15 +254,9 @@ def bad(tmp_path_factory, tokenizer_dir) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            ["absent.jsonl"],
-            "absent.jsonl does not exist; --text takes FILES of text, PREFIX of a token file",
-        ),
+        (["absent.jsonl"], "absent.jsonl does not exist; --text takes FILES of text, PREFIX of a"),
         (["empty.jsonl"], "empty.jsonl is empty"),
-        (
-            ["broken.jsonl"],
-            "broken.jsonl:2 has no 'text' but no; name what holds the text with --key",
-        ),
+        (["broken.jsonl"], "broken.jsonl:2 has no 'text' but no; name what holds the text with"),
         (["folder"], "is a directory without a study; give its files, --text"),
         (["few.jsonl", "few.jsonl"], "few.jsonl is given twice; give every source once"),
         (["few.jsonl", "link.jsonl"], "few.jsonl are one file; give every source once"),
@@ -298,26 +282,20 @@ def test_bad_text_is_refused_before_anything_starts(tmp_path, bad, arguments, wo
         str(bad / argument) if not argument.startswith("--") and "=" not in argument else argument
         for argument in arguments
     ]
-    line = refused(
-        "run", "tiny", "--profile", "smoke", "--root", tmp_path / "runs", "--text", *given
-    )
-    assert words in line
+    smoke = ("run", "tiny", "--profile", "smoke")
+    assert words in refused(*smoke, "--root", tmp_path / "runs", "--text", *given)
     assert not (tmp_path / "runs").exists()
 
 
 def test_the_text_is_part_of_the_name_by_which_a_study_is_found(tmp_path, files):
     text = ("--text", *map(str, files))
-    shown = CliRunner().invoke(
-        study_app, ["show", "tiny", "--profile", "smoke", *text, "--root", str(tmp_path)]
-    )
-    name = shown.stdout.partition(":")[0]
-    assert f"text: own; sources {files[0]}, {files[1]}; key text; sha256 " in shown.stdout
-    for command in ("status", "collect", "report", "mirror"):
-        line = refused(command, name, "--root", tmp_path)
-        assert f"{name}/study.json does not exist" in line
+    shown = printed("show", "tiny", "--profile", "smoke", *text, "--root", tmp_path)
+    name = shown.partition(":")[0]
+    assert f"text: own; sources {files[0]}, {files[1]}; key text; sha256 " in shown
+    assert f"{name}/study.json does not exist" in refused("status", name, "--root", tmp_path)
     save_study(tmp_path / name, resolve("tiny", "smoke", text=TextOptions(files), root=tmp_path))
-    status = CliRunner().invoke(study_app, ["status", name, "--root", str(tmp_path)])
-    assert f"steps complete in {tmp_path / name}" in status.stdout
+    status = printed("status", name, "--root", tmp_path)
+    assert f"steps complete in {tmp_path / name}" in status
     assert "belongs to a recipe" in refused("show", name, *text, "--root", tmp_path)
     for option in ("--tokenizer", "--key"):
         assert "belongs to --text" in refused("show", "tiny", option, tmp_path)
@@ -365,18 +343,12 @@ def test_few_held_out_documents_are_refused_before_anything_is_trained(tmp_path,
     """30 documents of 240 tokens: 4,000 tokens are 17 of them, 6,000 are 26."""
     files = text_in_place(held_out=held_out_prefix, calibration=held_out_prefix, tokenizer=tmp_path)
     study = resolve("tiny", "smoke")
-    for tokens, block_tokens, refused in (
-        (6000, 6000, False),
-        (4000, 6000, True),
-        (6000, 4000, True),
-    ):
+    for tokens, block_tokens in ((6000, 6000), (4000, 6000), (6000, 4000)):
         settings = {"eval_tokens": tokens, "block_tokens": block_tokens}
         quantization = study.quantization.model_copy(update=settings)
         changed = study.model_copy(update={"text": files, "quantization": quantization})
-        if refused:
-            with pytest.raises(UserError, match=r"17 evaluated documents .* raise --eval-tokens"):
-                check_held_out(changed, tmp_path / "study")
-        else:
+        few = pytest.raises(UserError, match=r"17 evaluated documents .* raise --eval-tokens")
+        with few if tokens != block_tokens else nullcontext():
             check_held_out(changed, tmp_path / "study")
     check_held_out(study, tmp_path / "study")  # its text is yet to be made
 

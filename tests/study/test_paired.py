@@ -35,27 +35,6 @@ def sums_of(directory, run: str) -> dict[str, list[float]]:
     return measured_in(last_result(directory, run))["per_document"]
 
 
-def test_results_of_other_documents_or_another_time_are_refused(study_dir, study):
-    rows = last_rows(study_dir, study)
-    pair = [[(rows["lr1e-3"], -1.0), (rows["lr3e-3"], 1.0)]]
-    path = last_result(study_dir, "lr3e-3")
-    whole = path.read_text()
-    with edited(path) as content:
-        content["measured"]["per_document"]["document"][0] = 99
-    with pytest.raises(UserError, match="differ in the documents"):
-        Paired(study_dir).estimate(pair, SPEC, DIVERGENCE)
-    path.write_text(whole)
-    doubled = [2 * value for value in sums_of(study_dir, "lr3e-3")["kl"]]
-    change_losses(study_dir, "lr3e-3", SPEC, kl=doubled)
-    with pytest.raises(
-        UserError, match="another kl_divergence than the table; run 'python -m study collect'"
-    ):
-        Paired(study_dir).estimate(pair, SPEC, DIVERGENCE)
-    path.unlink()
-    with pytest.raises(UserError, match="does not exist"):
-        Paired(study_dir).estimate(pair, SPEC, DIVERGENCE)
-
-
 WEIGHTS = {"lr1e-3": -1.5, "lr3e-3": -0.5, "lr1e-2": 0.5, "lr3e-2": 1.5}
 
 
@@ -145,32 +124,44 @@ def test_an_estimate_is_over_the_runs_with_documents_and_draws(study_dir, study)
         Paired(study_dir).estimate(replicates, SPEC, DIVERGENCE)
 
 
+def evaluation(**values):
+    return lambda content: content["spec"]["evaluation"].update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda content: content["measured"]["per_document"].update(document=[*range(1, 29)]),
+            "differ in the documents",
+        ),
+        (
+            lambda content: content["measured"].update(kl_divergence=9.0),
+            "another kl_divergence than the table; run 'python -m study collect'",
+        ),
+        (evaluation(sha256="1" * 64), "differ in the text"),
+        (evaluation(sequence_length=64), "differ in sequence_length"),
+        (evaluation(bos_token_ids=[1]), "differ in bos_token_ids"),
+    ],
+)
+def test_results_of_other_texts_or_another_time_are_refused(study_dir, study, change, words):
+    rows = weighted(study_dir, study)
+    with edited(last_result(study_dir, "lr3e-3")) as content:
+        change(content)
+    with pytest.raises(UserError, match=words):
+        Paired(study_dir).estimate([rows], SPEC, DIVERGENCE)
+    last_result(study_dir, "lr3e-3").unlink()
+    with pytest.raises(UserError, match="does not exist"):
+        Paired(study_dir).estimate([rows], SPEC, DIVERGENCE)
+
+
 def test_an_estimate_over_few_documents_is_refused(study_dir, study):
-    for run in study.runs[:2]:
+    few = {name: sums[:19] for name, sums in per_document(4.0, 0.1, 0.1).items()}
+    for run in study.runs:
         path = last_result(study_dir, run.name)
-        few = {name: sums[:19] for name, sums in sums_of(study_dir, run.name).items()}
         reseal(path, result_of(path.parents[2], SPEC, few))
-    rows = last_rows(study_dir, study)
-    pair = [[(rows[study.runs[0].name], 1.0), (rows[study.runs[1].name], -1.0)]]
-    with pytest.raises(
-        UserError, match="19 documents, which decide nothing; measure on more tokens"
-    ):
-        Paired(study_dir).estimate(pair, SPEC, DIVERGENCE)
-
-
-def test_a_contrast_needs_one_text(study_dir, study):
-    path, rows = last_result(study_dir, "lr3e-3"), weighted(study_dir, study)
-    for key, value, words in (
-        ("sha256", "1" * 64, "the text"),
-        ("sequence_length", 64, "sequence_length"),
-        ("bos_token_ids", [1], "bos_token_ids"),
-    ):
-        whole = path.read_text()
-        with edited(path) as content:
-            content["spec"]["evaluation"][key] = value
-        with pytest.raises(UserError, match=f"differ in {words}"):
-            Paired(study_dir).estimate([rows], SPEC, DIVERGENCE)
-        path.write_text(whole)
+    with pytest.raises(UserError, match="19 documents, which decide nothing; measure on more"):
+        Paired(study_dir).estimate([weighted(study_dir, study)], SPEC, DIVERGENCE)
 
 
 def test_released_checkpoints_lie_under_the_names_of_their_revisions(tmp_path, study):

@@ -5,18 +5,16 @@ import math
 import numpy as np
 import pytest
 from scipy.stats import f, ncf
-from typer.testing import CliRunner
 
 from base.errors import UserError
 from quant_eval.estimate import DOCUMENTS, DRAWS, SEEDS, Crossed, estimate_of
-from study.__main__ import app
 from study.definition import Study
 from study.design import with_seeds
-from study.results.collect import collect_rows
 from study.results.power import Components, PowerPlan, components_of
-from study.results.table import write_table
 from tests.study.ablation import tiny
-from tests.study.synthetic import TOKENS, change_losses, write_study
+from tests.study.commands import printed, refused
+from tests.study.synthetic import TOKENS, change_losses, table_of, write_study
+from tests.study.varied import bare
 
 TRUTH = {
     frozenset({SEEDS}): 0.5,
@@ -89,36 +87,31 @@ SPEC, THREE = "gptq-b3-g32", (1, 2, 3)
 
 def study_of(seeds) -> Study:
     """Two peaks; their checkpoints are quantized by two specs, and nothing more is measured."""
-    whole = tiny()
-    quantization = whole.quantization.model_copy(update={"methods": (), "by_block": ()})
-    return whole.model_copy(
-        update={"runs": tuple(with_seeds(whole.trained[:2], seeds)), "quantization": quantization}
-    )
+    return bare(tiny(), runs=tuple(with_seeds(tiny().trained[:2], seeds)))
 
 
 @pytest.fixture
-def printed(tmp_path):
-    """Return what the command prints of results with noise between seeds alone, for this difference."""
+def power(tmp_path):
+    """The command on results with noise between seeds alone, for this difference."""
 
-    def print_for(difference, seeds=THREE, deviation=0.0):
+    def words_for(difference, seeds=THREE, deviation=0.0):
         study = study_of(seeds)
         directory = write_study(tmp_path / study.name, study)
         generator = np.random.default_rng(0)
         for run in study.trained:
             noise = 1 + deviation * generator.normal()
             change_losses(directory, run.name, SPEC, kl=[0.01 * noise * count for count in TOKENS])
-        write_table(directory, study, collect_rows(directory, study).rows)
-        asked = ["power", study.name, "--root", str(tmp_path), "--difference", difference]
-        return CliRunner().invoke(app, asked)
+        table_of(directory, study)
+        return "power", study.name, "--root", tmp_path, "--difference", difference
 
-    return print_for
+    return words_for
 
 
-def test_the_table_says_how_many_seeds_decide(printed):
+def test_the_table_says_how_many_seeds_decide(power):
     """The paired difference of two seeds varies by sqrt(2) x 5%; of three seeds its standard error
     is its deviation / sqrt(3).
     """
-    lines = printed("10%", deviation=0.05).stdout.splitlines()
+    lines = printed(*power("10%", deviation=0.05)).splitlines()
     generator = np.random.default_rng(0)
     first, second = (1 + 0.05 * generator.normal(size=(3, 2))).T
     mean = np.mean([first, second])
@@ -133,8 +126,7 @@ def test_the_table_says_how_many_seeds_decide(printed):
     assert int(cells[0]) > 3
 
 
-def test_one_seed_and_other_words_are_refused(printed):
-    result = printed("10%", seeds=(1,))
-    assert "no comparison of the ends of two seeds yet" in str(result.exception)
-    result = printed("tenth")
-    assert "--difference tenth is not a share above 0; write it as 10%" in str(result.exception)
+def test_one_seed_and_other_words_are_refused(power):
+    assert "no comparison of the ends of two seeds yet" in refused(*power("10%", seeds=(1,)))
+    words = "--difference tenth is not a share above 0; write it as 10%"
+    assert words in refused(*power("tenth"))

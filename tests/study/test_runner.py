@@ -2,7 +2,6 @@
 behind.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -22,63 +21,25 @@ from study.pipeline.runner import HANGS, Runner, StepError, child_environment, l
 from study.step import Machine, Step
 from tests.interpreter import interpreter, real_interpreter
 from tests.runs import PROJECT
+from tests.study.running import noting, order, python_step, run_steps
 from tests.waiting import HANG_SECONDS, interruptible, wait_until
-
-
-def run_steps(directory: Path, steps: list[Step], workers: int) -> None:
-    with locked(directory) as lock_fd:
-        Runner(directory, steps, Hardware(workers), lock_fd).run()
-
-
-def python_step(name: str, code: str, outputs: tuple[str, ...] | None = None, **fields) -> Step:
-    """A step of a few lines of Python; sys.argv[1] is the study's directory."""
-    outputs = (f"{name}.json",) if outputs is None else outputs
-    return Step(name, "test", ("{python}", "-I", "-S", "-c", code, "{study}"), outputs, **fields)
-
-
-def noting(name: str, more: str = "pass") -> str:
-    """Code that notes its start in order.txt and leaves NAME.json."""
-    return (
-        "import sys, time, os, pathlib\n"
-        "study = pathlib.Path(sys.argv[1])\n"
-        f"(study / 'order.txt').open('a').write('{name}\\n')\n"
-        f"{more}\n"
-        f"(study / '{name}.json').write_text('{{}}')\n"
-    )
-
-
-def test_an_edited_output_reruns_its_step(tmp_path):
-    run_steps(tmp_path, chain(), workers=1)
-    (tmp_path / "second.json").write_text("torn")
-    run_steps(tmp_path, chain(), workers=1)
-    assert order(tmp_path).count("second") == 2
-    assert (tmp_path / "second.json").read_text() == "{}"
-    assert order(tmp_path).count("third") == 1, "what it reads is again what it was"
-
-
-def order(directory: Path) -> list[str]:
-    return (directory / "order.txt").read_text().split()
 
 
 def chain(**settings: str) -> list[Step]:
     """first -> second -> third, and one beside them; keyword arguments set a step's settings."""
+    after = {"first": (), "second": ("first",), "third": ("second",), "beside": ()}
     return [
-        python_step(name, noting(name), after=after, settings=settings.get(name, ""))
-        for name, after in (
-            ("first", ()),
-            ("second", ("first",)),
-            ("third", ("second",)),
-            ("beside", ()),
-        )
+        python_step(name, noting(name), after=before, settings=settings.get(name, ""))
+        for name, before in after.items()
     ]
 
 
 def test_steps_run_after_what_they_read_and_only_once(tmp_path):
-    run_steps(tmp_path, chain(), workers=2)
+    run_steps(tmp_path, chain(), 2)
     ran = order(tmp_path)
     assert sorted(ran) == ["beside", "first", "second", "third"]
     assert ran.index("first") < ran.index("second") < ran.index("third")
-    run_steps(tmp_path, chain(), workers=2)
+    run_steps(tmp_path, chain(), 2)
     assert order(tmp_path) == ran
 
 
@@ -87,41 +48,44 @@ def test_a_changed_setting_reruns_its_step_and_what_reads_a_changed_output(tmp_p
         code = noting("first", f"(study / 'first.txt').write_text({text})")
         return [python_step("first", code, ("first.txt", "first.json")), *chain()[1:]]
 
-    run_steps(tmp_path, steps("'a'"), workers=1)
+    run_steps(tmp_path, steps("'a'"))
     # the same outputs from another command: what reads them has nothing new to read
-    run_steps(tmp_path, steps("'' + 'a'"), workers=1)
+    run_steps(tmp_path, steps("'' + 'a'"))
     assert order(tmp_path)[4:] == ["first"]
-    run_steps(tmp_path, steps("'b'"), workers=1)
+    run_steps(tmp_path, steps("'b'"))
     # second's output is the same as before: third reads nothing new
     assert order(tmp_path)[5:] == ["first", "second"]
 
 
-def test_a_missing_output_is_made_again(tmp_path):
-    run_steps(tmp_path, chain(), workers=1)
-    (tmp_path / "third.json").unlink()
-    run_steps(tmp_path, chain(), workers=1)
-    assert order(tmp_path)[4:] == ["third"]
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("torn")])
+def test_an_output_that_is_missing_or_edited_is_made_again(tmp_path, damage):
+    run_steps(tmp_path, chain())
+    damage(tmp_path / "second.json")
+    run_steps(tmp_path, chain())
+    assert order(tmp_path)[4:] == ["second"], "what third reads is again what it was"
+    assert (tmp_path / "second.json").read_text() == "{}"
 
 
 def test_an_unfinished_or_outdated_output_cannot_pass_for_a_new_one(tmp_path):
-    run_steps(tmp_path, chain(), workers=1)
+    run_steps(tmp_path, chain())
     broken = [*chain()[:3], python_step("beside", "raise SystemExit(3)")]
     with pytest.raises(StepError, match="beside"):
-        run_steps(tmp_path, broken, workers=1)
+        run_steps(tmp_path, broken)
     assert not (tmp_path / "beside.json").exists()
     (tmp_path / "beside.json").write_text("{}")  # by a step that died before it was recorded
-    run_steps(tmp_path, chain(), workers=1)
+    run_steps(tmp_path, chain())
     assert order(tmp_path)[4:] == ["beside"]
 
 
 def test_a_moved_study_is_complete_where_it_lies_now(tmp_path):
-    run_steps(tmp_path / "here" / "study", chain(), workers=1)
+    run_steps(tmp_path / "here" / "study", chain())
     (tmp_path / "there").mkdir()
     shutil.move(tmp_path / "here" / "study", tmp_path / "there" / "study")
     moved = tmp_path / "there" / "study"
-    run_steps(moved, chain(), workers=1)
+    run_steps(moved, chain())
     assert len(order(moved)) == 4
     assert Ledger(moved, chain()).complete_steps() == {"first", "second", "third", "beside"}
+    assert not [file for file in moved.glob("steps/*") if str(tmp_path) in file.read_text()]
 
 
 def test_slots_are_never_exceeded_and_all_are_used(tmp_path):
@@ -138,7 +102,7 @@ def test_slots_are_never_exceeded_and_all_are_used(tmp_path):
         )
         for index, slots in enumerate((1, 2, 1, 1, 2, 9))
     ]
-    run_steps(tmp_path, steps, workers=2)
+    run_steps(tmp_path, steps, 2)
     spans = [list(map(float, path.read_text().split())) for path in tmp_path.glob("span-*")]
     assert len(spans) == 6
     used = [
@@ -182,7 +146,7 @@ sys.exit(2)
         python_step("good", noting("good")),
     ]
     with pytest.raises(UserError) as caught:
-        run_steps(tmp_path, steps, workers=1)
+        run_steps(tmp_path, steps)
     message = str(caught.value)
     assert "bad" in message
     assert message.endswith("error: the file is torn; make it again")
@@ -197,12 +161,12 @@ def test_an_error_of_an_earlier_attempt_is_not_reported_again(tmp_path):
             tmp_path, [python_step("bad", "print('error: old'); raise SystemExit(2)")], workers=1
         )
     with pytest.raises(StepError, match="status 7"):
-        run_steps(tmp_path, [python_step("bad", "raise SystemExit(7)")], workers=1)
+        run_steps(tmp_path, [python_step("bad", "raise SystemExit(7)")])
 
 
 def test_success_without_the_outputs_is_a_failure(tmp_path):
     with pytest.raises(StepError, match=r"ended without lazy\.json"):
-        run_steps(tmp_path, [python_step("lazy", "pass")], workers=1)
+        run_steps(tmp_path, [python_step("lazy", "pass")])
 
 
 def test_a_resuming_step_keeps_its_own_unfinished_outputs(tmp_path):
@@ -211,7 +175,7 @@ def test_a_resuming_step_keeps_its_own_unfinished_outputs(tmp_path):
         " 'x')"
     )
     (tmp_path / "one").write_text("x")
-    run_steps(tmp_path, [python_step("train", code, ("one",), resumes=True)], workers=1)
+    run_steps(tmp_path, [python_step("train", code, ("one",), resumes=True)])
     assert (tmp_path / "one").read_text() == "xx"
 
 
@@ -230,10 +194,10 @@ if len(starts.read_text()) <= {hangs}:
 def test_a_training_that_hung_is_resumed_so_many_times(tmp_path, hangs, starts):
     step = python_step("train", HANGING.format(hangs=hangs), ("last",), resumes=True)
     if hangs <= HANGS:
-        run_steps(tmp_path, [step], workers=1)
+        run_steps(tmp_path, [step])
     else:
         with pytest.raises(UserError, match="hung: no step for 600 s; rank 1"):
-            run_steps(tmp_path, [step], workers=1)
+            run_steps(tmp_path, [step])
     assert len((tmp_path / "starts").read_text()) == starts
 
 
@@ -251,6 +215,11 @@ if not (study / "beats").exists():
 """
 
 
+def stubborn() -> list[Step]:
+    """One step that ends, and one whose grandchild is at work."""
+    return [*chain()[:1], python_step("stubborn", STUBBORN, after=("first",))]
+
+
 def beats(directory: Path) -> int:
     path = directory / "beats"
     return path.stat().st_size if path.exists() else 0
@@ -265,13 +234,10 @@ def at_work(directory: Path) -> list[str]:
 
 
 def start_runner(directory: Path) -> subprocess.Popen:
-    """A runner in a process group of its own, with one finished step and one whose grandchild is
-    at work.
-    """
+    """A runner of the stubborn steps, in a process group of its own, when both have begun."""
     code = (
-        "from pathlib import Path\nfrom tests.study.test_runner import STUBBORN, chain,"
-        f" python_step, run_steps\nrun_steps(Path({str(directory)!r}), [*chain()[:1],"
-        " python_step('stubborn', STUBBORN, after=('first',))], 1)\n"
+        "from pathlib import Path\nfrom tests.study.test_runner import run_steps, stubborn\n"
+        f"run_steps(Path({str(directory)!r}), stubborn())\n"
     )
     runner = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -293,8 +259,8 @@ def test_a_killed_runner_leaves_nothing_at_work_and_is_continued(tmp_path, whole
     else:
         runner.kill()
     runner.wait()
-    steps = [*chain()[:1], python_step("stubborn", STUBBORN, after=("first",))]
-    run_steps(tmp_path, steps, workers=1)  # waits for the orphans' end, then continues
+    steps = stubborn()
+    run_steps(tmp_path, steps)  # waits for the orphans' end, then continues
     assert not at_work(tmp_path)
     assert order(tmp_path) == ["first"]
     assert Ledger(tmp_path, steps).complete_steps() == {"first", "stubborn"}
@@ -303,18 +269,11 @@ def test_a_killed_runner_leaves_nothing_at_work_and_is_continued(tmp_path, whole
 def test_two_runners_do_not_share_a_study_and_an_interrupt_ends_its_steps(tmp_path):
     runner = start_runner(tmp_path)
     with pytest.raises(UserError, match="another 'study run'"):
-        run_steps(tmp_path, chain(), workers=1)
+        run_steps(tmp_path, chain())
     runner.send_signal(signal.SIGINT)
     runner.wait(HANG_SECONDS)
     assert not at_work(tmp_path)  # it returned only when all was over
     assert not (tmp_path / "steps" / "stubborn.json").exists()
-
-
-def test_records_hold_no_place_of_the_study(tmp_path):
-    run_steps(tmp_path, chain(), workers=1)
-    for path in (tmp_path / "steps").glob("*.json"):
-        assert str(tmp_path) not in path.read_text()
-        assert json.loads(path.read_text())["seconds"] >= 0
 
 
 def test_a_step_that_is_not_complete_says_why(tmp_path):
@@ -325,7 +284,7 @@ def test_a_step_that_is_not_complete_says_why(tmp_path):
 
     study = tmp_path / "study"
     assert set(reasons(study).values()) == {"not run yet"}
-    run_steps(study, chain(), workers=1)
+    run_steps(study, chain())
     assert reasons(study) == {}
     assert reasons(study, second="other") == {"second": "its settings changed"}
     (study / "first.json").write_text("torn")

@@ -1,7 +1,6 @@
 """The steps of a study: a graph of commands, each with what it reads and the files it leaves."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, product
 
 import pytest
 
@@ -16,18 +15,12 @@ from study.results.table import read_table, schema_of, write_table
 from study.step import Machine, Step, batches, resolve, shared
 from study.steps import steps_of
 from tests.sealing import edited, reseal
-from tests.study.ablation import tiny as four_peaks
 from tests.study.synthetic import row_at
 
 
 @pytest.fixture(scope="module")
-def tiny():
-    return four_peaks()
-
-
-@pytest.fixture(scope="module")
-def by_name(tiny):
-    return {step.name: step for step in steps_of(tiny)}
+def by_name(study):
+    return {step.name: step for step in steps_of(study)}
 
 
 PROFILES = [(name, profile) for name in whole_recipes() for profile in ("full", "smoke")]
@@ -109,32 +102,22 @@ def test_a_soup_is_made_of_exports_and_quantized_as_they_are(by_name):
     assert {step.kind for step in readers} == {"average", "quantize"}
 
 
-def options_in(words: Sequence[str]) -> dict[str, str]:
-    """Options that each take a value."""
-    return dict(zip(words[::2], words[1::2], strict=True))
-
-
 def test_methods_and_blocks_are_measured_of_the_last_checkpoint_as_every_other(by_name):
+    """Settings of blocks: tests.study.test_command_lines."""
     last, quantize = "lr3e-3/hf/step00000640", by_name["quantize-lr3e-3-step00000640-gptq-b3-g32"]
-    blocks = by_name["blocks-lr3e-3"]
+    blocks, words = by_name["blocks-lr3e-3"], ("-m", "quant_eval", "run", f"{{study}}/{last}")
     for spec in ("rtn-b3-g32", "gptqmodel-b3-g32", "awq-b3-g32", "int8-t6"):
         methods = by_name[f"methods-lr3e-3-{spec}"]
-        run = ("{python}", "-m", "quant_eval", "run", f"{{study}}/{last}", "--spec", spec)
-        assert methods.command == (*run, *quantize.tail), "other projects' code runs in one process"
+        # other projects' code runs in one process
+        assert methods.command == ("{python}", *words, "--spec", spec, *quantize.tail)
         assert methods.outputs == (f"{last}/quant/{spec}/result.json",)
         assert methods.name in by_name["collect"].after
-    by_block = tuple(f"gptq-b{bits}-g32" for bits in (3, 4, 8))
-    places = [f"{last}/blocks/{spec}" for spec in by_block]
-    asked = [word for spec in by_block for word in ("--spec", spec)]
+    specs = [f"gptq-b{bits}-g32" for bits in (3, 4, 8)]
+    places = [f"{last}/blocks/{spec}" for spec in specs]
+    asked = [word for spec in specs for word in ("--spec", spec)]
     outs = [word for directory in places for word in ("--out", f"{{study}}/{directory}")]
-    head = ("{launch}", "-m", "quant_eval", "run", f"{{study}}/{last}")
-    options = options_in(quantize.tail)
-    fewer = {"--eval-tokens": "16384", "--calibration-seeds": "1"}  # one draw, block by block
-    assert blocks.command[: len(head) + len(asked)] == (*head, *asked)
+    assert blocks.command[: 5 + len(asked)] == ("{launch}", *words, *asked)
     assert blocks.command[-len(outs) :] == tuple(outs)
-    of_blocks = blocks.command[len(head) + len(asked) : -len(outs)]
-    assert of_blocks[-2:] == ("--per-block", "--dense")
-    assert options_in(of_blocks[:-2]) == options | fewer
     assert blocks.outputs == tuple(f"{directory}/result.json" for directory in places)
     # the report compares document by document what the table only sums
     assert {quantize.name, blocks.name, "methods-lr3e-3-int8-t6"} <= set(by_name["report"].after)
@@ -177,17 +160,10 @@ def model_step(model: str, spec: str, kind: str = "quantize") -> Step:
 
 
 def test_steps_share_a_process_only_where_each_model_goes_with_each_spec():
-    steps = [
-        model_step(model, spec)
-        for model in "abc"
-        for spec in ("x", "y", "z")
-        if (model, spec) != ("b", "y")
-    ]
-    other = model_step("a", "x", kind="curvature")
-    groups = batches([*steps, other], 2, 9)
-    assert sorted(step.name for batch in groups for step in batch) == sorted(
-        step.name for step in [*steps, other]
-    )
+    steps = [model_step(*pair) for pair in product("abc", "xyz") if pair != ("b", "y")]
+    every = [*steps, model_step("a", "x", kind="curvature")]
+    groups = batches(every, 2, 9)
+    assert sorted(chain(*groups), key=every.index) == every
     for batch in groups:
         command = shared(batch)
         models = [word for word in command if word in "abc"]

@@ -9,7 +9,6 @@ from base.errors import UserError
 from study.definition import Study
 from study.machine.needs import write_run_configurations
 from study.measurements.titles import spec_title
-from study.recipes.changed import with_study_settings
 from study.recipes.resolve import resolve
 from tests.study.ablation import tiny
 
@@ -23,14 +22,7 @@ SOUP = {"name": "soup", "steps": [576, 640]}
     [
         # runs, and names
         ({"runs": RUNS[:1] * 2}, "share a name"),
-        (
-            BARE | {"runs": [RUNS[0], RUNS[0] | {"name": "again"}]},
-            "runs lr1e-3 and again are the same training",
-        ),
-        (
-            BARE | {"runs": [RUNS[0], RUNS[1] | {"save_steps": [640]}]},
-            "run lr3e-3 saves one checkpoint, a slice goes through the last two",
-        ),
+        (BARE | {"runs": [RUNS[0], RUNS[1] | {"save_steps": [640]}]}, "run lr3e-3 saves one check"),
         # specs are canonical, and fit the model
         ({"quantization": {"specs": ["gptq-b3-g32-sym"]}}, "write gptq-b3-g32 instead"),
         ({"quantization": {"methods": ["rtn-b3-g32-sym"]}}, "write rtn-b3-g32 instead"),
@@ -39,13 +31,9 @@ SOUP = {"name": "soup", "steps": [576, 640]}
         ({"quantization": {"by_block": ["gptq-b3-g32"] * 2}}, "listed twice"),
         (
             {"quantization": {"by_block": ["int8-t6"]}},
-            "int8-t6 rounds activations too, it is not a step of weights",
+            "int8-t6 rounds activations too",
         ),
-        (
-            {"quantization": {"methods": ["gptq-b3-g36"]}},
-            "run lr1e-3 cannot be measured with spec gptq-b3-g36: group size 36 does not divide the"
-            " 96 input features of model.layers.0.self_attn.q_proj; choose a divisor",
-        ),
+        ({"quantization": {"methods": ["gptq-b3-g36"]}}, "36 does not divide .* choose a divisor"),
         ({"quantization": {"by_block": ["rtn-b3-g36"]}}, "cannot be measured with spec rtn-b3-g36"),
         ({"tasks": {"specs": ["rtn-b3-g36"]}}, "cannot be measured with spec rtn-b3-g36"),
         *(
@@ -56,10 +44,7 @@ SOUP = {"name": "soup", "steps": [576, 640]}
             for part in ("quantization", "curvature", "step", "slice")
         ),
         # averages are of saved steps and have names of their own
-        (
-            {"soups": [SOUP | {"steps": [576, 600]}]},
-            r"soup takes in steps \[576, 600\], which no run saves all",
-        ),
+        ({"soups": [SOUP | {"steps": [576, 600]}]}, r"steps \[576, 600\], which no run saves all"),
         ({"soups": [SOUP | {"steps": [640]}]}, "at least 2 items"),
         ({"soups": [SOUP | {"steps": [576, 576]}]}, "do not rise"),
         ({"soups": [SOUP | {"steps": [640, 576]}]}, "do not rise"),
@@ -74,15 +59,6 @@ def test_a_study_that_cannot_be_is_refused(changed, words):
         content[key] = (content[key] or {}) | values if isinstance(values, dict) else values
     with pytest.raises(ValidationError, match=words):
         Study.model_validate(content)
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["curvature.norm_pairs", "curvature.companion_pairs", "step.microbatches", "slice.sequences"],
-)
-def test_no_error_is_told_from_one_value(path):
-    with pytest.raises(UserError, match=path):
-        with_study_settings(tiny(), (f"{path}=1",))
 
 
 def test_a_run_name_is_not_used_for_another_configuration(tmp_path):

@@ -1,28 +1,18 @@
 """Studies that vary something else than the peak learning rate, made of the tiny one."""
 
-from pathlib import Path
-
 from base.frozen import fingerprint
 from study.definition import Study
-from tests.study.synthetic import write_study
 from train.run.config import BranchFrom, RunConfig
 from train.run.optimization import Anneal, ConstantPhase, CosinePhase, ScheduleConfig
 
 STEPS = (64, 160, 320, 480, 640)  # of the stable run; cooldowns start at the last three
 
 
-def _bare(study: Study, **changed: object) -> Study:
+def bare(study: Study, **changed: object) -> Study:
+    """A study that quantizes its checkpoints, and measures no further method or average."""
     quantization = study.quantization.model_copy(update={"methods": (), "by_block": ()})
-    bare = {"quantization": quantization, "averaged_steps": (), "soups": ()}
-    return study.model_copy(update=bare | changed)
-
-
-def write_varied(directory: Path, study: Study) -> Path:
-    """The files of a study that measures nothing by block; synthetic results are of a study that
-    does.
-    """
-    quantization = study.quantization.model_copy(update={"by_block": study.quantization.specs[:1]})
-    return write_study(directory, study.model_copy(update={"quantization": quantization}))
+    only = {"quantization": quantization, "averaged_steps": (), "soups": ()}
+    return study.model_copy(update=only | changed)
 
 
 def weight_decay(study: Study) -> Study:
@@ -40,7 +30,7 @@ def weight_decay(study: Study) -> Study:
         )
         for name, value in values.items()
     )
-    return _bare(study, name="decays", runs=runs)
+    return bare(study, name="decays", runs=runs)
 
 
 def budgets(study: Study) -> Study:
@@ -73,4 +63,4 @@ def budgets(study: Study) -> Study:
         for name, schedule, changed in kinds:
             changes = {"name": f"{name}{end}", "schedule": schedule, "total_steps": end, **changed}
             runs.append(stable.model_copy(update=changes))
-    return _bare(study, name="budgets", runs=tuple(runs))
+    return bare(study, name="budgets", runs=tuple(runs))

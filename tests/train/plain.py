@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
+from train.data.batches import Batch
 from train.model.config import hf_settings
 from train.model.initialization import initial_parameter
 from train.run.config import RunConfig
@@ -54,10 +56,32 @@ def named_as_in_files(model: Any) -> dict[str, Tensor]:
     return {name.replace("lm_head", head): weight for name, weight in model.named_parameters()}
 
 
+def losses_of_labels(logits_BSV: Tensor, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and squared log-normalizer of every label, [B, S]."""
+    labels_BS = tokens_BS[:, 1:]
+    losses = cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="none")
+    return losses.view(labels_BS.shape), logits_BSV.logsumexp(-1).square()
+
+
+def figures_of(model: Any, logits_BSV: Tensor, batch: Batch) -> dict[str, float]:
+    """An engine's figures of a batch with z-loss, after which the weights have their gradients."""
+    counted_BS = batch.counted_BS
+    losses_BS, squares_BS = losses_of_labels(logits_BSV, batch.tokens_BS)
+    ((losses_BS + 1e-5 * squares_BS)[counted_BS].sum() / counted_BS.numel()).backward()
+    return {
+        "counted_fraction": counted_BS.double().mean().item(),
+        "loss": losses_BS[counted_BS].mean().item(),
+        "z_loss": 1e-5 * squares_BS[counted_BS].mean().item(),
+        "grad_norm": torch.nn.utils.get_total_norm(
+            [weight.grad for weight in model.parameters() if weight.grad is not None]
+        ).item(),
+    }
+
+
 def differentiate(model: Any, tokens_BS: Tensor) -> float:
     """Set the clipped gradients of cross-entropy and z-loss; return the former before the update."""
     logits = model(tokens_BS[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten())
+    loss = cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten())
     model.zero_grad()
     (loss + 1e-5 * logits.logsumexp(-1).square().mean()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

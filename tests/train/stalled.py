@@ -8,12 +8,12 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from base import stopping
 from train.averages import Averages
-from train.data.batches import Batch, Replica
 from train.data.documents import TextFile
 from train.run_data import RunData
 
@@ -43,33 +43,23 @@ def _wait() -> None:
         time.sleep(0.005)
 
 
-_batch, _update, _texts = RunData.batch, Averages.update, TextFile.texts
+def _stall(owner: type, method: str, variable: str, is_reached: Callable[..., bool]) -> None:
+    """Have a method wait where it is reached, if the environment asks for it."""
+    if variable not in os.environ:
+        return
+    plain = getattr(owner, method)
+
+    def stalled(*arguments: Any, **named: Any) -> Any:
+        if is_reached(*arguments):
+            _wait()
+        return plain(*arguments, **named)
+
+    setattr(owner, method, stalled)
 
 
-def _stalled_batch(data: RunData, step: int, replica: Replica | None = None) -> Batch:
-    if step >= int(os.environ[STEP]):
-        _wait()
-    return _batch(data, step, replica)
-
-
-def _stalled_update(averages: Averages, step: int) -> None:
-    if step >= int(os.environ[SAVE]):
-        _wait()
-    _update(averages, step)
-
-
-def _stalled_texts(source: TextFile) -> Iterator[str]:
-    if str(source.path) == os.environ[SOURCE]:
-        _wait()
-    return _texts(source)
-
-
-if STEP in os.environ:
-    RunData.batch = _stalled_batch  # type: ignore[assignment, method-assign]
-if SAVE in os.environ:
-    Averages.update = _stalled_update  # type: ignore[assignment, method-assign]
-if SOURCE in os.environ:
-    TextFile.texts = _stalled_texts  # type: ignore[assignment, method-assign]
+_stall(RunData, "batch", STEP, lambda _, step, *__: step >= int(os.environ[STEP]))
+_stall(Averages, "update", SAVE, lambda _, step: step >= int(os.environ[SAVE]))
+_stall(TextFile, "texts", SOURCE, lambda source: str(source.path) == os.environ[SOURCE])
 
 if __name__ == "__main__":
     del sys.argv[0]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.conftest import widths
 from tests.runs import draw_weights, leave_layout, make_run, on_ranks
 from tests.train.plain import model_of_family, named_as_in_files
 from train.data.batches import Batch
@@ -135,13 +136,7 @@ def errors_of_head() -> Tensor:
 
 def run_of(directory: Path, engine: str, family: str) -> RunConfig:
     model = ModelConfig(
-        family=family,  # type: ignore[arg-type]
-        vocab_size=ROWS,
-        hidden_size=WIDTH,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        **widths(WIDTH, 64, 4, 4, vocab_size=ROWS, num_hidden_layers=1, family=family),
         initializer_range=0.1,
         initializer="normal",
     )

@@ -1,17 +1,15 @@
 """LAWA and EMA against averages of checkpoints made afterwards, through resuming and export."""
 
 import json
-import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from ckpt_tools.export import export
-from ckpt_tools.formats.hf_weights import HFWeights
-from tests.ckpt_tools.checkpoints import all_of, read_weights
+from tests.ckpt_tools.checkpoints import read_weights
 from tests.runs import make_run, ranks, succeed
-from tests.train.trajectories import numbers, shard_hashes
+from tests.train.trajectories import assert_same, copy_until, numbers, shard_hashes
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
 from train.run.directory import RunDirectory, read_checkpoint_record
@@ -57,10 +55,10 @@ def test_averages_are_those_of_the_checkpoints(averaged):
         record = read_checkpoint_record(directory.average_checkpoint("lawa3x2", step))
         assert record.average == {**LAWA.model_dump(), "steps": members(step)}
         for name, weight in averages.items():
-            mean = torch.stack([weights[member][name].double() for member in members(step)]).mean(0)
-            torch.testing.assert_close(
-                weight.double(), mean, rtol=1e-7, atol=1e-9
-            )  # rounded to fp32 once
+            # Bit for bit: the sum in fp64, oldest first, rounded to fp32 once.
+            zero = torch.zeros_like(weight, dtype=torch.float64)
+            total = sum((weights[member][name].double() for member in members(step)), start=zero)
+            assert torch.equal(weight, (total / len(members(step))).float()), (step, name)
     later = range(6, LAST + 1, 3)
     emas = {step: read_weights(directory.average_checkpoint("ema0.8x3", step)) for step in later}
     for name in weights[3]:
@@ -69,24 +67,9 @@ def test_averages_are_those_of_the_checkpoints(averaged):
             average = 0.8 * average + 0.2 * weights[step][name].double()
             ema = emas[step][name].double()
             torch.testing.assert_close(ema, average, rtol=1e-5, atol=1e-7)  # fp32 all along
+    assert directory.complete_steps() == list(SAVED)  # averages are beside them
     assert not directory.average_checkpoint("lawa3x2", 1).exists()
     assert not directory.average_checkpoint("ema0.8x3", 2).exists()
-
-
-def test_the_average_that_training_kept_is_that_of_the_exports(averaged, tmp_path):
-    """Bit for bit: the sum in fp64, oldest first, rounded to fp32 once."""
-    directory, _ = averaged
-    exports = [tmp_path / f"step{step}" for step in members(LAST)]
-    for step, target in zip(members(LAST), exports, strict=True):
-        export(directory.checkpoint(step), target)
-    exported = [all_of(HFWeights(target)) for target in exports]
-    kept = read_weights(directory.average_checkpoint("lawa3x2", LAST))
-    assert all(weights.keys() == kept.keys() for weights in exported)
-    for name, average in kept.items():
-        total = torch.zeros_like(average, dtype=torch.float64)
-        for weights in exported:
-            total += weights[name].double()
-        assert torch.equal(average, (total / len(exported)).float())
 
 
 def test_averaging_does_not_touch_training_and_its_probe_is_the_averages(
@@ -122,14 +105,9 @@ def test_averaging_does_not_touch_training_and_its_probe_is_the_averages(
 def test_averages_go_on_bit_for_bit_after_a_resume(averaged, tmp_path, last):
     """In the middle of an interval, and with a window that is full."""
     whole, _ = averaged
-    again = RunDirectory(tmp_path / "run")
-    shutil.copytree(whole.path, again.path)
-    kept = {again.checkpoint(step) for step in range(last + 1)}
-    for path in again.checkpoints.iterdir():
-        if path not in kept:
-            shutil.rmtree(path)
+    again = copy_until(last, whole, tmp_path / "run")
     succeed(ranks(2, "train", "run", str(again.path)))
-    assert numbers(again.path) == numbers(whole.path)
+    assert_same(again, whole)
     for step in (10, LAST):
         for name in ("lawa3x2", "ema0.8x3"):
             average = again.average_checkpoint(name, step)

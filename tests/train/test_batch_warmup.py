@@ -1,6 +1,5 @@
 """A run whose first batches are smaller, in both engines: against torch, resumed and branched."""
 
-import shutil
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from base.frozen import fingerprint
 from tests.runs import make_run, ranks, succeed
 from tests.train.plain import adamw, differentiate, plain_model, update
-from tests.train.trajectories import numbers, shard_hashes
+from tests.train.trajectories import copy_until, numbers, shard_hashes
 from train.data.batches import batch
 from train.data.corpus import open_corpus
 from train.run.config import BranchFrom
@@ -63,12 +62,10 @@ def test_smaller_batches_first(tmp_path, inputs, engine, resumed):
     assert [row["loss"] for row in rows] == pytest.approx(losses_by_hand(run), abs=1e-4)
 
     # From the middle of a stage: resumed, and as a branch.
-    again, branch = RunDirectory(tmp_path / "again"), RunDirectory(tmp_path / "branch")
-    shutil.copytree(whole.path, again.path)
-    shutil.rmtree(again.checkpoint(8))
+    copy_until(4, whole, tmp_path / "again")
     origin = BranchFrom(run="../run", step=4, fingerprint=fingerprint(run))
     settings = SETTINGS | {"branch_from": origin, "save_steps": (8,)}
-    make_run(branch.path, **inputs, engine=engine, **settings)
+    make_run(tmp_path / "branch", **inputs, engine=engine, **settings)
     for directory in (RunDirectory(tmp_path / name) for name in resumed):
         succeed(ranks(2, "train", "run", str(directory.path)))
         assert numbers(directory.path)[-4:] == rows[-4:]

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from base.errors import UserError
-from base.files import write_json
 from base.frozen import fingerprint
 from tests.runs import make_run, python, refusal, succeed
+from tests.train.test_refusals import edit
 from tests.train.trajectories import flip_a_byte, numbers, tree
 from train.run.branching import check_parent
 from train.run.config import BranchFrom, RunConfig, load_run
 from train.run.directory import RunDirectory, read_checkpoint_record
-from train.run.optimization import Anneal, Lawa
+from train.run.optimization import Lawa
 from train.run_data import open_data
 
 
@@ -49,46 +49,26 @@ def test_an_unchanged_branch_is_its_parent(trained, tmp_path, inputs):
     assert tree(parent.path) == before
 
 
-def test_a_cooldown_starts_at_the_parents_weights(trained, tmp_path, inputs):
-    """Its first loss is the parent's next one, before its own update at another learning rate."""
-    parent, out = trained("dp1"), tmp_path / "cooldown"
-    schedule = load_run(parent / "run.json").schedule
-    cooldown = schedule.model_copy(update={"anneal": Anneal(start_step=10, shape="sqrt")})
-    make_branch(out, parent, inputs, schedule=cooldown, total_steps=14, save_steps=(14,))
-    assert python("train", "run", str(out)).returncode == 0
-    assert RunDirectory(out).complete_steps() == [14]
-    theirs = {row["step"]: row["loss"] for row in numbers(parent) if "loss" in row}
-    ours = {row["step"]: row["loss"] for row in numbers(out)}
-    assert ours[11] == theirs[11]
-    assert ours[13] != theirs[13]
-
-
-def edit(run_dir, changes):
-    """Changes values of a run.json that never started."""
-    content = json.loads((run_dir / "run.json").read_text())
-    del content["fingerprint"]
-    for key, change in changes.items():
-        content[key] = content[key] | change if isinstance(change, dict) else change
-    write_json(run_dir / "run.json", content)
-
-
-REFUSED = {
-    "has the seed of its parent": {"seed": 8},
-    "has the batch_size of its parent": {"batch_size": 4},
-    "has the batch_warmup of its parent": {"batch_warmup": [{"until_step": 3, "batch_size": 4}]},
-    "has the precision of its parent": {"precision": "bf16"},
-    "has no checkpoint of step 12; it has 0, 10, 20": {"branch_from": {"step": 12}},
-    "has fingerprint": {"branch_from": {"fingerprint": "0" * 16}},
-    "has the optimizer.beta2 of its parent": {"optimizer": {"beta2": 0.9}},
-    "has the data.order of its parent": {"data": {"order": "sequential"}},
-}
-
-
-@pytest.mark.parametrize("expected", REFUSED)
-def test_a_branch_that_is_none_is_refused(trained, tmp_path, inputs, expected):
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 8}, "has the seed of its parent"),
+        ({"batch_size": 4}, "has the batch_size of its parent"),
+        (
+            {"batch_warmup": [{"until_step": 3, "batch_size": 4}]},
+            "has the batch_warmup of its parent",
+        ),
+        ({"precision": "bf16"}, "has the precision of its parent"),
+        ({"branch_from.step": 12}, "has no checkpoint of step 12; it has 0, 10, 20"),
+        ({"branch_from.fingerprint": "0" * 16}, "has fingerprint"),
+        ({"optimizer.beta2": 0.9}, "has the optimizer.beta2 of its parent"),
+        ({"data.order": "sequential"}, "has the data.order of its parent"),
+    ],
+)
+def test_a_branch_that_is_none_is_refused(trained, tmp_path, inputs, changes, words):
     make_branch(tmp_path / "child", trained("dp1"), inputs)
-    edit(tmp_path / "child", REFUSED[expected])
-    with pytest.raises(UserError, match=expected):
+    edit(tmp_path / "child", changes)
+    with pytest.raises(UserError, match=words):
         check_parent(load_run(tmp_path / "child" / "run.json"), RunDirectory(trained("dp1")))
 
 
@@ -96,15 +76,8 @@ def test_a_damaged_parent_and_other_data_are_refused_and_left_alone(trained, tmp
     parent, child = tmp_path / "parent", tmp_path / "child"
     shutil.copytree(trained("dp1"), parent)
     make_branch(child, parent, inputs)
-    edit(
-        child,
-        {
-            "data": {
-                "train": str(inputs["held_out_prefix"]),
-                "held_out": str(inputs["train_prefix"]),
-            }
-        },
-    )
+    swapped = {"data.train": "held_out_prefix", "data.held_out": "train_prefix"}
+    edit(child, {path: str(inputs[name]) for path, name in swapped.items()})
     before = tree(parent)
     assert "was trained on other data" in refusal(child)
     assert tree(parent) == before

@@ -1,6 +1,9 @@
-"""The data of a run: batches of seed and step alone, whose rows and labels are the files'."""
+"""The data of a run: batches of seed and step alone, whose rows and labels are the files'; a rank's
+own rows of them, and batches read ahead.
+"""
 
-import shutil
+import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +12,16 @@ import torch
 
 from base.errors import UserError
 from base.files import sha256_of
-from tests.runs import make_run
-from train.data.batches import Replica, batch
+from tests.runs import error_line, make_run, ranks
+from tests.train.test_corpus import copy_corpus
+from tests.waiting import HANG_SECONDS
+from train.data.batches import Batch, Replica, batch
 from train.data.config import RepetitionFilter
 from train.data.corpus import open_corpus
 from train.data.indexing import index
 from train.data.prepare import prepare
 from train.run.directory import RunDirectory
-from train.run_data import RunData, open_data
+from train.run_data import STEPS_AHEAD, Prefetch, RunData, open_data
 
 LENGTH = 32
 
@@ -62,19 +67,11 @@ def rows_of(data: RunData, steps: range) -> np.ndarray:
     return np.concatenate([data.batch(step).tokens_BS for step in steps])
 
 
-def sorted_rows(rows: np.ndarray) -> np.ndarray:
-    return rows[np.lexsort(rows.T[::-1])]
-
-
 def test_an_epoch_visits_every_sequence_once(train_prefix):
     corpus = open_corpus(train_prefix)
     size = corpus.num_sequences(64)
-    rows = [
-        batch(corpus, step=step, batch_size=8, sequence_length=64, seed=1)
-        for step in range(1, 2 * size // 8 + 1)
-    ]
-    seen = np.concatenate(rows)[:size]
-    assert np.array_equal(sorted_rows(seen), sorted_rows(corpus.sequences(np.arange(size), 64)))
+    rows = batch(corpus, step=1, batch_size=size, sequence_length=64, seed=1)
+    assert sorted(rows.tolist()) == sorted(corpus.sequences(np.arange(size), 64).tolist())
 
 
 def test_batches_are_a_function_of_seed_and_step(train_prefix, data_of):
@@ -111,13 +108,13 @@ def test_documents_start_after_the_end_of_text(data_of, mix):
         for whole in (*map(data.batch, range(1, 9)), *data.held_out().values()):
             assert whole.starts_BS is not None
             for tokens, starts in zip(whole.tokens_BS.tolist(), whole.starts_BS, strict=True):
-                first = [place == 0 or tokens[place - 1] == 0 for place in range(LENGTH)]
+                first = [at == 0 or tokens[at - 1] == 0 for at in range(LENGTH)]
                 assert starts.tolist() == first
                 inside += sum(first[1:])
         assert inside > 0
         replica = Replica(1, 2, 2)
-        own, of_all = data.batch(1, replica), data.batch(1).of_replica(replica)
-        assert all(map(torch.equal, own, of_all))
+        rows, rows_of_all = data.batch(1, replica), data.batch(1).of_replica(replica)
+        assert all(map(torch.equal, rows, rows_of_all))
     assert data_of().batch(1).starts_BS is None
 
 
@@ -187,9 +184,7 @@ def test_what_is_held_out_must_not_be_trained_on(
     data_of, tmp_path, train_prefix, held_out_prefix, tokenizer_dir, mix
 ):
     same = {"train": str(train_prefix), "held_out": str(train_prefix)}
-    copied = tmp_path / "copy"
-    for suffix in ("bin", "idx", "json"):
-        shutil.copy(f"{train_prefix}.{suffix}", f"{copied}.{suffix}")
+    copied = copy_corpus(train_prefix, tmp_path / "copy")
     both = [source.with_suffix(".jsonl") for source in (train_prefix, held_out_prefix)]
     prepare(both, tokenizer_dir, tmp_path / "both")
     index_tokens([mix.parent / "b.npy"], tmp_path / "b", tokenizer_dir)
@@ -202,3 +197,74 @@ def test_what_is_held_out_must_not_be_trained_on(
     ):
         with pytest.raises(UserError, match=complaint):
             data_of(**settings)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 24, 25])
+@pytest.mark.parametrize(("number", "size"), [(1, 1), (2, 2), (3, 4), (4, 1)])
+def test_replicas_share_a_batch_microbatch_by_microbatch(count, number, size):
+    replicas = [Replica(rank, number, size).rows(count) for rank in range(number)]
+    dealt = np.concatenate([rows.reshape(-1, 1, size) for rows in replicas], 1).reshape(-1)
+    assert dealt[:count].tolist() == list(range(count))
+    assert (dealt[count:] == -1).all()
+    assert len(dealt) - count < number * size
+
+    tokens_BS = torch.arange(4 * count).view(count, 4)
+    share = Batch.of(tokens_BS).of_replica(Replica(number - 1, number, size))
+    for row, tokens, counted in zip(replicas[-1], *share[:2], strict=True):
+        assert torch.equal(tokens, tokens_BS[max(row, 0)])
+        assert counted.all() if row >= 0 else not counted.any()
+    parts = share.microbatches(size, torch.device("cpu"))
+    assert all(len(part.tokens_BS) == size for part in parts)
+    assert torch.equal(torch.cat([part.tokens_BS for part in parts]), share.tokens_BS)
+
+
+def batch_of(step: int) -> Batch:
+    return Batch.of(torch.full((2, 3), step))
+
+
+def test_batches_are_read_two_steps_ahead_and_no_further():
+    asked: list[int] = []
+    read = threading.Semaphore(0)
+
+    def reading(step: int) -> Batch:
+        asked.append(step)
+        read.release()
+        return batch_of(step)
+
+    batches = Prefetch(reading, last_step=9)
+    for step in range(4, 10):
+        assert torch.equal(batches(step).tokens_BS, batch_of(step).tokens_BS)
+        ahead = min(step + STEPS_AHEAD, 9)
+        for _ in range(ahead - 3 if step == 4 else min(1, 9 - step - STEPS_AHEAD + 1)):
+            assert read.acquire(timeout=HANG_SECONDS)
+        assert asked == list(range(4, ahead + 1))
+
+
+def test_what_reading_raises_is_raised_at_its_step():
+    def reading(step: int) -> Batch:
+        if step == 3:
+            raise ValueError("step 3 is damaged")
+        return batch_of(step)
+
+    batches = Prefetch(reading, last_step=5)
+    batches(1)
+    batches(2)
+    with pytest.raises(ValueError, match="step 3 is damaged"):
+        batches(3)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_every_rank_ends_when_one_cannot_read_its_rows(tmp_path, inputs, tokenizer_dir, step):
+    """The second rank's rows hold a token that has no embedding: one line, and a status."""
+    tokens = np.ones(64 * 32, "<u2")
+    tokens[((step - 1) * 8 + 5) * 32] = 320
+    tokens.tofile(tmp_path / "text.npy")
+    # The model has 320 tokens.
+    index_tokens([tmp_path / "text.npy"], tmp_path / "text", tokenizer_dir, vocab_size=321)
+    data = {"train": str(tmp_path / "text"), "order": "sequential"}
+    make_run(tmp_path / "run", **inputs, data=data)
+    line = error_line(ranks(2, "train", "run", str(tmp_path / "run")))
+    assert line.startswith(f"error: rank 1 cannot read its batch of step {step}: a batch holds")
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["status"] == "failed"
+    assert line == f"error: {status['reason']}"

@@ -10,19 +10,19 @@ import pytest
 from base.errors import UserError
 from tests.runs import PROJECT, error_line, python, succeed
 from train.data.corpus import open_corpus
-from train.data.documents import parse_source
+from train.data.documents import TextFile, parse_source
 from train.data.prepare import prepare
 
 FILES = {
     f"train-{number}.jsonl": [f"text {number}.{line}" for line in range(number)]
     for number in range(1, 6)
-}
+} | {"test-1.jsonl": ["one", "two"]}
 
 
 READER = """
 import sys
 from train.data.documents import parse_source
-(part,) = parse_source(sys.argv[1])
+(part,) = parse_source(sys.argv[1], "body")
 print([*part.texts()], "torch" in sys.modules)
 import datasets
 print(datasets.config.TORCH_AVAILABLE)
@@ -31,11 +31,11 @@ print(datasets.config.TORCH_AVAILABLE)
 
 @pytest.fixture
 def dataset(tmp_path) -> Path:
-    """Five files of 1 to 5 documents, as `datasets` reads a directory."""
+    """Five files of split train of 1 to 5 documents, as `datasets` reads a directory, and another."""
     directory = tmp_path / "set"
     directory.mkdir()
     for name, texts in FILES.items():
-        (directory / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (directory / name).write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
     return directory
 
 
@@ -45,19 +45,22 @@ def dataset(tmp_path) -> Path:
 )
 def test_the_files_hold_what_they_hold_alone(dataset, tokenizer_dir, tmp_path, files, names):
     paths = [dataset / f"train-{number}.jsonl" for number in names]
-    alone = prepare(paths, tokenizer_dir, tmp_path / "alone")
-    chosen = prepare(
-        parse_source(f"dataset:{dataset}::train:{files}"), tokenizer_dir, tmp_path / "chosen"
+    alone = prepare(
+        [TextFile(path=path, key="body") for path in paths], tokenizer_dir, tmp_path / "alone"
     )
+    parts = parse_source(f"dataset:{dataset}::train:{files}", "body")
+    chosen = prepare(parts, tokenizer_dir, tmp_path / "chosen")
     assert chosen.documents == sum(names)
     assert (chosen.sha256, chosen.idx) == (alone.sha256, alone.idx)
     assert list(chosen.sources) == [f"dataset:{dataset}::train:{number}/5" for number in names]
 
 
 def test_the_command_reads_one_file(dataset, tokenizer_dir, tmp_path):
-    options = ["--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / "out")]
+    options = ["--key", "body", "--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / "out")]
     succeed(python("train", "prepare", f"dataset:{dataset}:::3", *options))
-    assert open_corpus(tmp_path / "out").manifest.documents == 3
+    manifest = open_corpus(tmp_path / "out").manifest
+    assert manifest.documents == 3
+    assert list(manifest.sources) == [f"dataset:{dataset}::train:3/5"]
     beyond = python("train", "prepare", f"dataset:{dataset}:::5-6", *options)
     assert "5-6: the dataset has files 1 to 5" in error_line(beyond)
 
@@ -80,6 +83,7 @@ NOT_THERE, NO_RANGE = "the dataset has files 1 to 5", "is not a range of files; 
             (f"dataset:{{}}:::{files}", NO_RANGE)
             for files in ("a", "1-", "-1", "1,2", "1-2-3", " 1", "1\n", "\u0661", "1" * 10)
         ),
+        ("dataset:{}::none", "correct the name, configuration or split"),
         *((text, "is not a dataset") for text in ("dataset:", "dataset::en", "dataset:a:b:c:1:2")),
     ],
 )

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 
 from base.files import write_json
+from tests.conftest import widths
 from tests.probes import largest_error, plain_probe
 from tests.runs import draw_weights, on_ranks
-from tests.train.plain import adamw, model_of_family, update
+from tests.train.plain import adamw, losses_of_labels, model_of_family, update
 from train.data.batches import Batch
 from train.data.config import DataConfig
 from train.distributed import start
@@ -41,13 +41,8 @@ def small_run(
         "engine": "deepspeed",
         "precision": "fp32",
         "model": ModelConfig(
+            **widths(32, 48, 4, kv_heads, vocab_size=VOCABULARY, num_hidden_layers=2),
             family=family,  # type: ignore[arg-type]
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=kv_heads,
             rotary_fraction=0.25 if family == "gpt_neox" else 1.0,
             initializer="truncated_normal" if family == "olmo2" else "normal",
         ),
@@ -147,11 +142,10 @@ def train_all(runs_json: str, out: str) -> None:
     engine.close()
 
 
-def plain_losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_losses(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy and squared log-normalizer of every label, 0 where it does not count."""
-    logits = model(batch.tokens_BS[:, :-1]).logits
-    losses = cross_entropy(logits.flatten(0, 1), batch.tokens_BS[:, 1:].flatten(), reduction="none")
-    return losses * batch.counted_BS.flatten(), logits.logsumexp(-1).square() * batch.counted_BS
+    losses_BS, squares_BS = losses_of_labels(model(batch.tokens_BS[:, :-1]).logits, batch.tokens_BS)
+    return losses_BS * batch.counted_BS, squares_BS * batch.counted_BS
 
 
 def plain_report(run: RunConfig, undecayed: tuple[str, ...]) -> dict:

@@ -280,7 +280,7 @@ def test_published_weights_are_what_the_model_computes_with(saved, name):
     """Halving is exact in every precision."""
     directory = saved[0] / "two" / name
     halved, model = (
-        load_file(directory / place / "model.safetensors") for place in ("halved", "resumed")
+        load_file(directory / kind / "model.safetensors") for kind in ("halved", "resumed")
     )
     assert all(torch.equal(halved[key], model[key] * 0.5) for key in model)
 

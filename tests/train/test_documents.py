@@ -15,6 +15,7 @@ from transformers import Olmo2ForCausalLM
 from base.errors import UserError
 from tests.conftest import make_hf_directory
 from tests.runs import make_run, on_ranks
+from tests.train.plain import figures_of
 from train.data.batches import Batch
 from train.distributed import start
 from train.engines import build_engine
@@ -55,12 +56,12 @@ def figures(run_dir: str, hf_dir: str, out: str) -> None:
     run = load_run(Path(run_dir) / "run.json")
     engine = build_engine(run, start())
     engine.start_from(load_file(Path(hf_dir) / "model.safetensors").__getitem__)
-    own = batch().of_replica(engine.replica)
-    seen = engine.train_step(own, 1.0, lambda _: False)
+    share = batch().of_replica(engine.replica)
+    seen = engine.train_step(share, 1.0, lambda _: False)
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(seen.figures | {"held_out": engine.evaluate(own)}))
+        Path(out).write_text(json.dumps(seen.figures | {"held_out": engine.evaluate(share)}))
     else:
-        engine.evaluate(own)
+        engine.evaluate(share)
     check_observed_figures(engine)
     if run.engine == "megatron":
         check_transformer_engines_format()
@@ -124,18 +125,13 @@ def test_documents_are_trained_on_as_if_alone(tmp_path, inputs, settings):
     seen = json.loads((tmp_path / "figures.json").read_text())
 
     model, whole = Olmo2ForCausalLM.from_pretrained(hf_dir, attn_implementation="eager"), batch()
-    logits, counted_BS = logits_of_documents(model, whole), whole.counted_BS
-    labels = whole.tokens_BS[:, 1:].flatten()
-    cross_entropy = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none").view(8, LENGTH)
-    z_loss = 1e-5 * logits.logsumexp(-1).square()
-    ((cross_entropy + z_loss)[counted_BS].sum() / counted_BS.numel()).backward()
-    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    expected_norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-    assert seen["counted_fraction"] == counted_BS.double().mean().item()
-    assert seen["loss"] == pytest.approx(cross_entropy[counted_BS].mean().item(), abs=1e-5)
+    logits = logits_of_documents(model, whole)
+    expected = figures_of(model, logits, whole)
+    assert seen["counted_fraction"] == expected["counted_fraction"]
+    assert seen["loss"] == pytest.approx(expected["loss"], abs=1e-5)
     assert seen["held_out"] == pytest.approx(seen["loss"], rel=1e-6)
-    assert seen["z_loss"] == pytest.approx(z_loss[counted_BS].mean().item(), rel=1e-5)
-    assert seen["grad_norm"] == pytest.approx(expected_norm, rel=1e-5)
+    assert seen["z_loss"] == pytest.approx(expected["z_loss"], rel=1e-5)
+    assert seen["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     with torch.no_grad():
         apart = logits - model(whole.tokens_BS[:, :-1]).logits
     assert apart.abs().max() > 0.1, "the mask would change nothing"

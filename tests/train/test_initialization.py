@@ -7,17 +7,11 @@ import pytest
 import torch
 from scipy import special, stats
 
+from tests.conftest import widths
 from train.model.config import ModelConfig
 from train.model.initialization import CHUNK, draw_normal, initial_parameter
 
-MODEL = ModelConfig(
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-)
+MODEL = ModelConfig(**widths(64, 96, 4, 4, vocab_size=320, num_hidden_layers=1))
 KEY, COUNT = 11, 6 * CHUNK + 5
 
 
@@ -39,22 +33,6 @@ def test_weights_are_quantiles_of_counted_random_bits(cut_at):
     beyond = lowest + (0.5 - lowest) * ((bits & 0x7FFFFFFF) + 0.5) / 2**31
     expected = np.where(bits >> 31, special.ndtri(beyond), -special.ndtri(beyond))
     assert np.abs(drawn(cut_at).numpy() - expected).max() < 5e-7
-
-
-@pytest.mark.parametrize("cut_at", [None, 3.0])
-def test_weights_are_normal(cut_at):
-    distribution = stats.truncnorm(-cut_at, cut_at) if cut_at else stats.norm
-    weights = drawn(cut_at).numpy()
-    assert stats.kstest(weights, distribution.cdf).pvalue > 1e-3
-    assert stats.kstest(np.abs(weights[:-1:2] * weights[1::2]), _products(cut_at)).pvalue > 1e-3
-    assert cut_at is None or np.abs(weights).max() <= cut_at
-
-
-def _products(cut_at: float | None) -> np.ndarray:
-    """Products of pairs that are independent, by numpy's own generator."""
-    pairs = np.random.default_rng(0).standard_normal((2, 2 * COUNT))
-    kept = pairs[:, (np.abs(pairs) < (cut_at or np.inf)).all(0)]
-    return np.abs(kept[0] * kept[1])
 
 
 def test_weights_do_not_depend_on_threads_or_on_what_follows(monkeypatch):

@@ -17,7 +17,7 @@ import pytest
 from ckpt_tools.checkpoint import verified_record
 from tests.runs import make_run, ranks, start_ranks, succeed
 from tests.train.stalled import stalling
-from tests.train.trajectories import numbers, shard_hashes
+from tests.train.trajectories import assert_same
 from tests.waiting import wait_until
 from train.run.directory import RunDirectory, read_checkpoint_record
 from train.run.environment import attempts
@@ -90,9 +90,7 @@ def survive(
     assert recorded[: len(resumed_from)] == resumed_from
     assert not killed.quarantine.exists()
     assert killed.complete_steps() == whole.complete_steps()
-    for step in killed.complete_steps():
-        assert shard_hashes(killed.checkpoint(step)) == shard_hashes(whole.checkpoint(step)), step
-    assert numbers(killed.path) == numbers(whole.path)
+    assert_same(killed, whole, *killed.complete_steps())
 
 
 @pytest.mark.parametrize("engine", ["megatron", "deepspeed"])

@@ -15,8 +15,10 @@ def losses(run_dir, key="loss"):
     }
 
 
-@pytest.mark.parametrize("layout", layouts("dp2", "tp2", "pp2", "tp2pp2", "tp2dp2", "sp2"))
-def test_losses_do_not_depend_on_the_layout(trained, layout):
+@pytest.mark.parametrize(
+    "layout", layouts("dp2", "tp2", "pp2", "tp2pp2", "tp2dp2", "sp2", "ds-zero1")
+)
+def test_losses_do_not_depend_on_layout_and_engine(trained, layout):
     """20 fp32 steps with a large learning rate; rounding in sums is amplified by training."""
     reference, other = trained("dp1"), trained(layout)
     for key, steps in (("loss", 20), ("held_out_loss", 3), ("grad_norm", 20)):

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from base.errors import UserError
 from base.files import sha256_of
 from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import draw_weights, make_run, on_ranks
@@ -20,7 +19,7 @@ from train.data.batches import Batch
 from train.distributed import gathered, start
 from train.engine import Engine, StepResult
 from train.optimizers.adamw import AdamW
-from train.run.config import load_run, with_settings
+from train.run.config import load_run
 from train.run.optimization import Lawa
 
 DRAWN = torch.Generator().manual_seed(5)
@@ -173,18 +172,6 @@ def reload_slots(run_dir: str, out: str) -> Engine:
     return rank.engine
 
 
-def refusals(run_dir: str) -> None:
-    """Worker, one process: the line each of these runs is refused with, where there is no GPU."""
-    from train.megatron.engine import MegatronEngine
-
-    run, device = load_run(Path(run_dir) / "run.json"), start()
-    for settings in (['kernels="transformer_engine"'], ['optimizer.undecayed=["q_proj"]']):
-        try:
-            MegatronEngine(with_settings(run, settings), device)
-        except UserError as error:
-            print(error)
-
-
 def hashes(directory: Path) -> dict[str, str]:
     return {path.name: sha256_of(path) for path in sorted(directory.glob("*.distcp"))}
 
@@ -221,12 +208,3 @@ def test_verbs(tmp_path, inputs, settings):
         assert torch.allclose(
             after[name].float(), expected, rtol=0 if spared else rounding, atol=0
         ), name
-
-
-def test_what_the_engine_cannot_do_is_refused(tmp_path, inputs):
-    make_run(tmp_path / "run", **inputs)
-    kernels, undecayed = on_ranks(1, refusals, tmp_path / "run").stdout.splitlines()
-    assert "need a GPU" in kernels
-    assert "set kernels to 'torch'" in kernels
-    assert "spares some of model.layers.0.self_attn.q_proj.weight" in undecayed
-    assert "spare all of them or none" in undecayed

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.conftest import widths
 from tests.runs import draw_weights, leave_layout, make_run, on_ranks, save
 from train.averages import slot_names
 from train.data.batches import Batch
@@ -38,13 +39,8 @@ LENGTH = 64
 def small_model(layers: int, family: str = "olmo2", kv_heads: int = 2) -> ModelConfig:
     """Width 128: every tensor has a multiple of 128 elements, so that no engine pads."""
     return ModelConfig(
+        **widths(128, 384, 4, kv_heads, vocab_size=320, num_hidden_layers=layers),
         family=family,  # type: ignore[arg-type]
-        vocab_size=320,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
         rotary_fraction=0.25 if family == "gpt_neox" else 1.0,
     )
 

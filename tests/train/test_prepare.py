@@ -23,7 +23,7 @@ from tests.runs import environment, error_line, python, succeed
 from tests.train.stalled import stalling
 from tests.waiting import wait_until
 from train.data.corpus import open_corpus
-from train.data.documents import Source, TextFile, parse_source
+from train.data.documents import Source, TextFile
 from train.data.prepare import prepare
 
 TEXTS = [
@@ -79,37 +79,6 @@ def test_every_format_holds_the_same_documents(tmp_path, tokenizer_dir):
     corpus = open_corpus(tmp_path / "out", verify_hashes=True)
     assert corpus.manifest.documents == len(TEXTS)
     assert [tokenizer.decode(corpus.document(i)[:-1].tolist()) for i in range(len(TEXTS))] == TEXTS
-
-
-def test_a_text_file_is_one_document_with_its_line_ends(tmp_path, tokenizer_dir):
-    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
-    text = "one\r\ntwo\rthree\n\x85"
-    contents = {"a.txt": text.encode(), "b.txt.zst": zst(text.encode()), "c": text.encode()}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    prepare([tmp_path / name for name in contents], tokenizer_dir, tmp_path / "out")
-    corpus = open_corpus(tmp_path / "out")
-    assert [tokenizer.decode(corpus.document(i)[:-1].tolist()) for i in range(3)] == [text] * 3
-
-
-def test_a_dataset_is_the_files_it_consists_of(tmp_path, tokenizer_dir):
-    """A directory that `datasets` streams: two parquet files of split train, one of another."""
-    (tmp_path / "set").mkdir()
-    for name, texts in (("train-0", TEXTS[:120]), ("train-1", TEXTS[120:]), ("test-0", TEXTS[:3])):
-        (tmp_path / "set" / f"{name}.parquet").write_bytes(parquet(texts))
-    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
-    expected = prepare(bodies(tmp_path / "a.jsonl"), tokenizer_dir, tmp_path / "expected")
-    options = ["--key", "body", "--tokenizer", str(tokenizer_dir)]
-    name = f"dataset:{tmp_path / 'set'}"
-    succeed(python("train", "prepare", name, *options, "--out", str(tmp_path / "out")))
-    manifest = open_corpus(tmp_path / "out").manifest
-    assert (manifest.sha256, manifest.idx) == (expected.sha256, expected.idx)
-    assert list(manifest.sources) == [f"{name}::train:{i}/2" for i in (1, 2)]
-    assert len(parse_source(f"{name}::test")) == 1
-    none = python("train", "prepare", f"{name}::none", *options, "--out", str(tmp_path / "none"))
-    assert "correct the name, configuration or split" in error_line(none)
-    with pytest.raises(UserError, match=r"row 1 has no 'text' but n, body; .* such as --key body"):
-        prepare(parse_source(f"{name}::test"), tokenizer_dir, tmp_path / "none")
 
 
 def test_workers_do_not_change_a_byte(tmp_path, tokenizer_dir):

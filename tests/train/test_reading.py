@@ -25,6 +25,7 @@ TEXTS = ["one \u2028 two \u0085 three", " ", "caf\u00e9\x0b\x0c\x1c", "last"]
 OBJECTS = [{"text": text, "meta": {"n": number}} for number, text in enumerate(TEXTS)]
 LINES = [json.dumps(row, ensure_ascii=False) for row in OBJECTS]
 PLAIN = "\n".join(LINES).encode()
+ENDS = "one\r\ntwo\rthree\n\x85"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12345\n"
 
 
@@ -65,6 +66,9 @@ def test_lines_and_arrays_hold_the_documents_written_to_them(tmp_path, name, con
         ("one.json", b'{\n  "text": "a"\n}\n', ["a"]),
         ("none.json", b" \n", []),
         ("none.json", b"[]", []),
+        ("ends.txt", ENDS.encode(), [ENDS]),
+        ("ends", ENDS.encode(), [ENDS]),
+        ("ends.txt.zst", zstandard.compress(ENDS.encode()), [ENDS]),
         ("mark.txt", codecs.BOM_UTF8 + b"a\r\nb", ["a\r\nb"]),
         ("mark.txt.gz", gzip.compress(codecs.BOM_UTF8 + b"a"), ["a"]),
         ("code.txt", b'{\n  "text": "a"\n}\n', ['{\n  "text": "a"\n}\n']),
@@ -163,6 +167,7 @@ def dataset_texts(directory: Path) -> list[str]:
         ("a.jsonl", b"", "cannot be read (a file is empty"),
         ("a.jsonl", b'{"id": "7", "content": "a text"}', "such as --key content"),
         ("a.jsonl", b'{"text": 5}', "row 1: 'text' is not a string"),
+        ("a.parquet", table(n=[1], body=["a"]), "row 1 has no 'text' but n, body; "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -174,10 +179,16 @@ def test_what_a_dataset_cannot_read_is_refused_in_one_line(tmp_path, name, conte
     assert "\n" not in str(refusal.value)
 
 
-def test_a_dataset_reads_lines_by_the_same_rules(tmp_path):
-    blank = codecs.BOM_UTF8 + PLAIN.replace(b"\n", b"\n\n") + b"\n"
-    write(tmp_path, "a.jsonl", blank)
-    assert dataset_texts(tmp_path) == [*read_documents(tmp_path / "a.jsonl")] == TEXTS
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", codecs.BOM_UTF8 + PLAIN.replace(b"\n", b"\n\n") + b"\n"),
+        ("a.parquet", table(text=TEXTS)),
+    ],
+)
+def test_a_dataset_holds_the_documents_of_its_files(tmp_path, name, content):
+    path = write(tmp_path, name, content)
+    assert dataset_texts(tmp_path) == [*read_documents(path)] == TEXTS
 
 
 def test_one_file_under_two_names_is_given_twice(tmp_path, monkeypatch):

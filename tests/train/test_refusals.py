@@ -2,97 +2,97 @@
 
 import json
 import shutil
+import subprocess
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from base.errors import UserError
+from base.files import write_json
 from base.frozen import fingerprint
 from tests.interpreter import interpreter
-from tests.runs import execute, make_run, refusal, torchrun
-from train.run.config import dump_run, load_run, with_settings
+from tests.runs import environment, error_line, execute, make_run, refusal, torchrun
+from train.run.config import with_settings
+
+DROPPED = object()
 
 
-def edit(run_dir: Path, change) -> None:
-    path = run_dir / "run.json"
-    content = json.loads(path.read_text())
-    content.pop("fingerprint")
-    change(content)
-    path.write_text(json.dumps(content))
+def edit(run_dir: Path, changes: dict[str, Any]) -> None:
+    """Change values of a run.json that never started, by the dotted path of their keys."""
+    content = json.loads((run_dir / "run.json").read_text())
+    del content["fingerprint"]
+    for path, value in changes.items():
+        *parents, key = path.split(".")
+        target = reduce(getitem, parents, content)
+        target[key] = value
+        if value is DROPPED:
+            del target[key]
+    write_json(run_dir / "run.json", content)
 
 
-REFUSED = {
-    "unknown key": (
-        lambda run: run["optimizer"].update(learning_rate=1e-3),
-        "unknown key 'optimizer.learning_rate'",
-    ),
-    "mistyped value": (lambda run: run.update(batch_size="eight"), "'batch_size'"),
-    "number as text": (lambda run: run["model"].update(vocab_size="320"), "'model.vocab_size'"),
-    "missing key": (lambda run: run.pop("seed"), "key 'seed' is missing"),
-    "heads by TP": (
-        lambda run: run["parallel"].update(tensor=3),
-        "num_attention_heads 4 does not divide over parallel.tensor 3",
-    ),
-    "layers by PP": (
-        lambda run: run["parallel"].update(pipeline=3),
-        "num_hidden_layers 2 does not divide over parallel.pipeline 3",
-    ),
-    "batch by micro": (
-        lambda run: run.update(micro_batch_size=3),
-        "not a multiple of micro_batch_size 3",
-    ),
-    "smaller batch by micro": (
-        lambda run: run.update(batch_warmup=[{"until_step": 3, "batch_size": 2}]),
-        "batch_size 2 is not a multiple of micro_batch_size 4",
-    ),
-    "stages that do not rise": (
-        lambda run: run.update(batch_warmup=[{"until_step": 3, "batch_size": 4}] * 2),
-        "end at [3, 3]; let the steps rise",
-    ),
-    "no last checkpoint": (lambda run: run.update(save_steps=[10]), "end with 20"),
-    "anneal after the end": (
-        lambda run: run["schedule"]["anneal"].update(start_step=30),
-        "after the end 20",
-    ),
-    "vocabulary": (
-        lambda run: run["model"].update(vocab_size=100),
-        "outside the model's vocabulary of 100",
-    ),
-    "short corpus": (
-        lambda run: run["data"].update(sequence_length=10**6),
-        "fewer than one sequence",
-    ),
-    "no corpus": (
-        lambda run: run["data"].update(train="nowhere/train"),
-        "make it with 'python -m train prepare'",
-    ),
-    "few held-out": (lambda run: run["data"].update(held_out_sequences=10**6), "ask for fewer"),
-    "ZeRO 3": (lambda run: run.update(engine="deepspeed", zero={"stage": 3}), "'zero.stage'"),
-    "ZeRO on megatron": (
-        lambda run: run.update(zero={"stage": 2}),
-        "zero belongs to the deepspeed engine",
-    ),
-    "fp8 by torch": (lambda run: run.update(precision="fp8"), "needs kernels 'transformer_engine'"),
-    "fp8 by DeepSpeed": (
-        lambda run: run.update(precision="fp8", engine="deepspeed"),
-        "belongs to the megatron engine; set engine to megatron",
-    ),
-    "a probe in fp8": (
-        lambda run: run.update(
-            precision="fp8", kernels="transformer_engine", probe={"every_steps": 5}
+SMALLER = {"until_step": 3, "batch_size": 4}
+FP8 = {"precision": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer.learning_rate": 1e-3}, "unknown key 'optimizer.learning_rate'"),
+        ({"batch_size": "eight"}, "'batch_size'"),
+        ({"model.vocab_size": "320"}, "'model.vocab_size'"),
+        ({"seed": DROPPED}, "key 'seed' is missing"),
+        (
+            {"parallel.tensor": 3},
+            "num_attention_heads 4 does not divide over parallel.tensor 3",
         ),
-        "set precision to 'bf16' or remove probe",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_bad_run_is_refused(tmp_path, inputs, case):
-    change, expected = REFUSED[case]
+        (
+            {"parallel.pipeline": 3},
+            "num_hidden_layers 2 does not divide over parallel.pipeline 3",
+        ),
+        ({"micro_batch_size": 3}, "not a multiple of micro_batch_size 3"),
+        (
+            {"batch_warmup": [SMALLER | {"batch_size": 2}]},
+            "batch_size 2 is not a multiple of micro_batch_size 4",
+        ),
+        ({"batch_warmup": [SMALLER, SMALLER]}, "end at [3, 3]; let the steps rise"),
+        ({"save_steps": [10]}, "end with 20"),
+        ({"schedule.anneal.start_step": 30}, "after the end 20"),
+        ({"optimizer.peak_lr": 0, "optimizer.decay": "adamc"}, "set a peak_lr above 0"),
+        ({"model.vocab_size": 100}, "outside the model's vocabulary of 100"),
+        ({"data.sequence_length": 10**6}, "fewer than one sequence"),
+        ({"data.train": "nowhere/train"}, "make it with 'python -m train prepare'"),
+        ({"data.held_out_sequences": 10**6}, "ask for fewer"),
+        ({"engine": "deepspeed", "zero": {"stage": 3}}, "'zero.stage'"),
+        ({"zero": {"stage": 2}}, "zero belongs to the deepspeed engine"),
+        (FP8, "needs kernels 'transformer_engine'"),
+        (FP8 | {"engine": "deepspeed"}, "belongs to the megatron engine; set engine to megatron"),
+        (
+            FP8 | {"kernels": "transformer_engine", "probe": {"every_steps": 5}},
+            "set precision to 'bf16' or remove probe",
+        ),
+    ],
+)
+def test_a_bad_run_is_refused(tmp_path, inputs, changes, words):
     make_run(tmp_path / "run", **inputs)
-    edit(tmp_path / "run", change)
-    assert expected in refusal(tmp_path / "run")
+    edit(tmp_path / "run", changes)
+    assert words in refusal(tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kernels": "transformer_engine"}, "need a GPU, there is none here; set kernels to"),
+        ({"optimizer.undecayed": ["q_proj"]}, "one matrix here; spare all of them or none"),
+    ],
+)
+def test_what_megatron_cannot_do_is_refused(tmp_path, inputs, changes, words):
+    make_run(tmp_path / "run", **inputs)
+    edit(tmp_path / "run", changes)
+    assert words in refusal(tmp_path / "run")
 
 
 def test_batch_that_does_not_fit_the_processes(tmp_path, inputs):
@@ -117,7 +117,7 @@ def test_a_run_name_cannot_be_reused_with_another_configuration(trained, tmp_pat
     run_json = tmp_path / "run" / "run.json"
     run_json.write_text(run_json.read_text().replace('"seed": 3', '"seed": 8'))
     assert "use another run name" in refusal(tmp_path / "run")
-    edit(tmp_path / "run", lambda run: None)
+    edit(tmp_path / "run", {})
     assert "belongs to fingerprint" in refusal(tmp_path / "run")
 
 
@@ -152,7 +152,42 @@ def test_settings_make_another_run(tmp_path, inputs):
         with_settings(run, ["optimizer.peak_lr=fast"])
 
 
-def test_run_json_round_trips(tmp_path, inputs):
-    run = make_run(tmp_path / "run", **inputs)
-    assert load_run(tmp_path / "run" / "run.json") == run
-    assert dump_run(run)["fingerprint"] == fingerprint(run)
+REFUSED_IN_A_COLLECTIVE = """
+import sys
+import torch, typer
+import torch.distributed as dist
+from base.cli import run_command
+from base.errors import UserError
+
+rank, store = int(sys.argv.pop(1)), sys.argv.pop(1)
+app = typer.Typer()
+slow_to_free = [[] for _ in range(3_000_000)]  # the interpreter takes its time to go down
+
+@app.command()
+def main() -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.barrier()
+    tensors = [torch.zeros(20_000) for _ in range(300)]
+    if rank == 1:
+        [dist.all_reduce(tensor) for tensor in tensors]
+        return
+    while tensors:  # the last reference is the gloo thread's
+        tensor = tensors.pop()
+        tensor.held_by_python = True
+        dist.all_reduce(tensor, async_op=True)
+    del tensor
+    raise UserError("refused")
+
+run_command(app, "example")
+"""
+
+
+def test_a_refusal_beside_running_collectives_ends_with_exit_code_2(tmp_path):
+    command = [interpreter(), "-c", REFUSED_IN_A_COLLECTIVE]
+    store = str(tmp_path / "store")
+    other = subprocess.Popen([*command, "1", store], env=environment(), stderr=subprocess.DEVNULL)
+    try:
+        assert error_line(execute([*command, "0", store])) == "error: refused"
+    finally:
+        other.kill()
+        other.wait()

@@ -12,7 +12,14 @@ from base.files import write_json
 from tests.interpreter import interpreter
 from tests.runs import error_line, execute, make_run, python, refusal, succeed, torchrun
 from tests.train.test_spikes import spikes_of
-from tests.train.trajectories import flip_a_byte, last_step, numbers, shard_hashes, started
+from tests.train.trajectories import (
+    assert_same,
+    copy_until,
+    flip_a_byte,
+    last_step,
+    numbers,
+    started,
+)
 from tests.waiting import HANG_SECONDS, wait_until
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts, record_attempt
@@ -38,11 +45,7 @@ def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_used(trained, t
     assert attempts(directory.environment_json)[-1]["quarantined"] == [20, 10]
     rows = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
     assert [row["step"] for row in rows if "quarantined" in row] == [20, 10]
-    assert numbers(directory.path) == numbers(trained("dp1"))
-    for step in (10, 20):
-        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(
-            trained("dp1") / f"checkpoints/step{step:08d}"
-        )
+    assert_same(directory, RunDirectory(trained("dp1")), 10, 20)
 
 
 def test_a_run_without_a_whole_checkpoint_does_not_begin_again(trained, tmp_path):
@@ -125,7 +128,7 @@ def test_the_next_job_of_an_owner_goes_on_beside_its_orphan(trained, tmp_path, m
 def test_spikes_are_those_of_numpy_and_survive_a_resume(tmp_path, inputs):
     """Many steps are skipped at this limit. The second half is trained again from the middle."""
     spikes = SpikeConfig(window_steps=6, sigmas=0.1, action="skip")
-    whole, again = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "again")
+    whole = RunDirectory(tmp_path / "whole")
     make_run(whole.path, **inputs, spikes=spikes)
     assert python("train", "run", str(whole.path)).returncode == 0
     rows = {row["step"]: row for row in numbers(whole.path)}
@@ -133,11 +136,9 @@ def test_spikes_are_those_of_numpy_and_survive_a_resume(tmp_path, inputs):
     skipped = spikes_of(figures, window_steps=6, sigmas=0.1)
     assert skipped == ["skipped" in rows[step] for step in range(1, 21)]
     assert 0 < sum(skipped) < 18  # both occurred; how often depends on the weights, so on the CPU
-    shutil.copytree(whole.path, again.path)
-    shutil.rmtree(again.checkpoint(20))
-    assert python("train", "run", str(again.path)).returncode == 0
-    assert numbers(again.path) == numbers(whole.path)
-    assert shard_hashes(again.checkpoint(20)) == shard_hashes(whole.checkpoint(20))
+    again = copy_until(10, whole, tmp_path / "again")
+    succeed(python("train", "run", str(again.path)))
+    assert_same(again, whole, 20)
 
 
 @pytest.mark.parametrize(

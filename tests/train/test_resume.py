@@ -3,7 +3,6 @@
 import fcntl
 import os
 import pickle
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from base.frozen import fingerprint
 from tests.ckpt_tools.checkpoints import seal
 from tests.runs import make_run, python, ranks, refusal, start_ranks, succeed
 from tests.train.stalled import stalling
-from tests.train.trajectories import numbers, shard_hashes
+from tests.train.trajectories import assert_same, copy_until
 from tests.waiting import wait_until
 from train.run.config import load_run
 from train.run.dcp_metadata import METADATA, read_metadata
@@ -28,16 +27,12 @@ from train.run.status import divergence
 def test_resumed_run_is_bit_identical(trained, tmp_path, layout):
     """The last checkpoint is removed, as if the run had died after step 10; then it resumes."""
     whole = RunDirectory(trained(layout))
-    again = RunDirectory(tmp_path / layout)
-    shutil.copytree(whole.path, again.path)
-    shutil.rmtree(again.checkpoint(20))
+    again = copy_until(10, whole, tmp_path / layout)
     rows = again.metrics.read_text().splitlines()
-    again.metrics.write_text(
-        "\n".join(rows[:-3]) + "\n" + rows[-3][:20]
-    )  # the last lines lost, one of them torn
+    # The last lines are lost, one of them is torn.
+    again.metrics.write_text("\n".join(rows[:-3]) + "\n" + rows[-3][:20])
     succeed(ranks(2, "train", "run", str(again.path)))
-    assert numbers(again.path) == numbers(whole.path)
-    assert shard_hashes(again.checkpoint(20)) == shard_hashes(whole.checkpoint(20))
+    assert_same(again, whole, 20)
     assert read_checkpoint_record(again.checkpoint(20)).attempt == 2
 
 
@@ -51,29 +46,20 @@ def test_killed_run_keeps_its_checkpoints_and_ends_the_same(trained, tmp_path, i
     wait_until((directory.checkpoint(10) / CHECKPOINT_JSON).exists, "step 10 saved", killed)
     killed.kill()
     succeed(python(*command))
-    assert numbers(directory.path) == numbers(trained("dp1"))
-    assert shard_hashes(directory.checkpoint(20)) == shard_hashes(
-        trained("dp1") / "checkpoints" / "step00000020"
-    )
+    assert_same(directory, RunDirectory(trained("dp1")), 20)
     assert not list(directory.checkpoints.glob(".*"))
 
 
 @pytest.mark.parametrize("incomplete", [False, True], ids=["only step 0", "half-deleted step 10"])
 def test_a_run_goes_on_from_its_first_checkpoint(trained, tmp_path, incomplete):
     """Killed after step 0 was saved; or a checkpoint was removed half, its seal first."""
-    directory = RunDirectory(tmp_path / "dp1")
-    shutil.copytree(trained("dp1"), directory.path)
-    shutil.rmtree(directory.checkpoint(20))
+    whole = RunDirectory(trained("dp1"))
+    directory = copy_until(10 if incomplete else 0, whole, tmp_path / "dp1")
     if incomplete:
         (directory.checkpoint(10) / CHECKPOINT_JSON).unlink()
-    else:
-        shutil.rmtree(directory.checkpoint(10))
+    assert directory.complete_steps() == [0]
     succeed(python("train", "run", str(directory.path)))
-    assert numbers(directory.path) == numbers(trained("dp1"))
-    for step in (10, 20):
-        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(
-            trained("dp1") / "checkpoints" / f"step{step:08d}"
-        )
+    assert_same(directory, whole, 10, 20)
 
 
 @pytest.mark.parametrize(
@@ -121,18 +107,17 @@ class Call:
 
 @pytest.mark.parametrize("kind", [".metadata", "common.pt", "an object"])
 def test_no_pickle_of_a_checkpoint_runs_code_though_its_hash_is_right(trained, tmp_path, kind):
-    run = RunDirectory(shutil.copytree(trained("dp1"), tmp_path / "run"))
-    shutil.rmtree(run.checkpoint(20))
-    sprung, place = tmp_path / "sprung", run.checkpoint(10)
+    run = copy_until(10, RunDirectory(trained("dp1")), tmp_path / "run")
+    sprung, checkpoint = tmp_path / "sprung", run.checkpoint(10)
     if kind == "common.pt":
-        torch.save({"steps": Call(sprung)}, place / kind)
+        torch.save({"steps": Call(sprung)}, checkpoint / kind)
     else:
         metadata = Metadata({"a": Call(sprung)})  # type: ignore[dict-item]
         if kind == "an object":  # of which torch would open the pickle, wherever it is
-            metadata = read_metadata(place)
+            metadata = read_metadata(checkpoint)
             metadata.state_dict_metadata["a/shard_0_1"] = BytesStorageMetadata()
-        (place / METADATA).write_bytes(pickle.dumps(metadata))
-    seal(run.checkpoint(10))
+        (checkpoint / METADATA).write_bytes(pickle.dumps(metadata))
+    seal(checkpoint)
     refused = python("train", "run", str(run.path))
     assert refused.returncode == 2, refused.stderr[-3000:]
     assert "do not open it with other programs" in refused.stderr.splitlines()[-1]

@@ -3,7 +3,6 @@ GPTQ from its derivation, and the same run without a probe.
 """
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
 from dynamics.recipes.demo import MODEL as DEMO
 from quant_eval.quantizer import ColumnSpec, GridSpec
-from quant_eval.specs import parse_spec
 from tests.conftest import LAYOUTS
 from tests.quant_eval.gptq_reference import eliminate_columns, grid_points
 from tests.quant_eval.specs import grid_spec
 from tests.runs import make_run, python, ranks, succeed
-from tests.train.trajectories import numbers, shard_hashes
+from tests.train.trajectories import copy_until, numbers, shard_hashes
 from train.data.corpus import commit_corpus, join_pieces, open_corpus
 from train.forward_record import LinearRecord
 from train.model.config import ModelConfig, hf_settings, residual_linears
@@ -92,11 +90,12 @@ def test_losses_are_those_that_quant_eval_measures_of_the_export(probed, tmp_pat
     figures = figures_at(directory, 20)
     for spec in SPECS:
         result = read_result(tmp_path / "hf" / "quant" / spec, Quantization).measured
-        by_document, own = result.per_document, slice(PROBE.sequences)
-        tokens = sum(by_document.tokens[own])
+        by_document, probed_documents = result.per_document, slice(PROBE.sequences)
+        tokens = sum(by_document.tokens[probed_documents])
         assert tokens == PROBE.sequences * 32
         full, quantized = (
-            sum(nll[own]) / tokens for nll in (by_document.nll, by_document.nll_quantized)
+            sum(nll[probed_documents]) / tokens
+            for nll in (by_document.nll, by_document.nll_quantized)
         )
         expected = {
             "held_out_loss": full,
@@ -178,9 +177,7 @@ def test_weights_and_optimizer_state_are_those_of_the_run_without_it(probed, tra
 
 def test_a_resumed_run_logs_the_same(probed, tmp_path):
     directory, layout = probed
-    again = RunDirectory(tmp_path / "run")
-    shutil.copytree(directory.path, again.path)
-    shutil.rmtree(again.checkpoint(20))
+    again = copy_until(10, directory, tmp_path / "run")
     rows = again.metrics.read_text().splitlines(keepends=True)
     again.metrics.write_text("".join(row for row in rows if '"step": 1' not in row))
     succeed(ranks(LAYOUTS[layout][0], "train", "run", str(again.path)))
@@ -235,17 +232,6 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, inputs, changes, words):
     content["probe"] |= changes
     with pytest.raises(ValidationError, match=words):
         RunConfig.model_validate(content)
-
-
-def test_specs_are_names_of_quant_eval():
-    """Both round integers on symmetric grids of the probe's groups, and nothing else."""
-    names = ProbeConfig(every_steps=1, group_size=16).specs(3)
-    plain = {"bits": 3, "group_size": 16, "symmetric": True, "format": "int", "activations": None}
-    for name, method in zip(names, ("rtn", "gptq"), strict=True):
-        spec = parse_spec(name)
-        assert spec.name == name
-        assert plain.items() <= spec.settings().items()
-        assert (spec.method, spec.is_transformed, spec.kv) == (method, False, None)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 from base.environment import environment
 from base.errors import UserError
 from base.files import committed_directory, record_files, verify_files, write_json
-from train.run.directory import RunDirectory
 from train.run.metrics import MetricsWriter, read_metrics
 
 
@@ -75,19 +74,6 @@ def test_damage_is_named(tmp_path, damage, expected):
     damage(path)
     with pytest.raises(UserError, match=expected):
         verify_files(tmp_path, records, "do this")
-
-
-def test_only_complete_checkpoints_count(tmp_path):
-    run = RunDirectory(tmp_path)
-    for step in (200, 10):
-        run.checkpoint(step).mkdir(parents=True)
-    assert run.complete_steps() == []
-    for step in (200, 10):
-        (run.checkpoint(step) / "checkpoint.json").write_text("{}")
-    run.average_checkpoint("lawa5x500", 200).mkdir()
-    (run.average_checkpoint("lawa5x500", 200) / "checkpoint.json").write_text("{}")
-    assert run.complete_steps() == [10, 200]
-    assert run.complete_restarts() == []
 
 
 def test_metrics_survive_a_torn_line_and_overlapping_attempts(tmp_path):

@@ -19,7 +19,6 @@ from train.run.schedules import learning_rate
 STEP = 8 * 32  # tokens of one step
 OLMO2_7B: dict[str, Any] = {"batch_size": 1024, "data": {"sequence_length": 4096}}
 OLMO2_WARMUP_TOKENS = 8_388_608_000  # 2,000 steps
-PYTHIA_DATA = {"sequence_length": 2048}
 
 
 @pytest.fixture
@@ -104,28 +103,6 @@ def test_olmo2_7b(run, peak_lr, step, published):
     assert learning_rate(config, step) == pytest.approx(published, rel=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("horizon_tokens", "share", "rel"),
-    [(5_000_000_000_000, 0.99234, 5e-6), (300_000_000_000, 0.1, 1e-12)],
-)
-@pytest.mark.parametrize("length", [11_921, 23_842])  # 50B and 100B tokens
-@pytest.mark.parametrize("peak_lr", [3e-4, 6e-4, 9e-4, 12e-4])
-def test_anneals_of_the_300b_ablation(run, peak_lr, length, horizon_tokens, share, rel):
-    """A line from LR(72000) to zero: nearly the peak with Ai2's horizon, a tenth with 300B."""
-    phase = CosinePhase(horizon_tokens=horizon_tokens)
-    schedule = ScheduleConfig(
-        warmup_tokens=OLMO2_WARMUP_TOKENS, phase=phase, anneal=Anneal(start_step=72_000)
-    )
-    config = run(schedule, 72_000 + length, peak_lr, **OLMO2_7B)
-    start = learning_rate(config, 72_000)
-    assert start == pytest.approx(share * peak_lr, rel=rel)
-    assert learning_rate(config, 72_001) == pytest.approx(start * (length - 1) / length)
-    assert learning_rate(config, 72_000 + 11_921) == pytest.approx(
-        0 if length == 11_921 else start / 2
-    )
-    assert learning_rate(config, 72_000 + length) == 0
-
-
 def test_smaller_batches_first_are_counted_in_tokens(run):
     """Four updates of 2 sequences, two of 4, then 8: 8 x 32 tokens are the first four together."""
     stages = [{"until_step": 4, "batch_size": 2}, {"until_step": 6, "batch_size": 4}]
@@ -142,35 +119,6 @@ def test_smaller_batches_first_are_counted_in_tokens(run):
     assert config.warmup_steps == 6
     rising = [0, 1 / 8, 2 / 8, 3 / 8, 4 / 8, 6 / 8, 1]
     assert rates(config) == pytest.approx([*rising, 1, 1, 0.5, 0])
-
-
-def test_pythia_cooldown(run):
-    """The paper's WSD: 190,000 steps of 524,288 tokens, 1% warm-up, the last 38,000 to zero."""
-    schedule = ScheduleConfig(
-        warmup_tokens=1900 * 524_288, phase=ConstantPhase(), anneal=Anneal(start_step=152_000)
-    )
-    config = run(schedule, 190_000, 3e-3, batch_size=256, data=PYTHIA_DATA)
-    values = [
-        learning_rate(config, step) for step in (950, 1900, 152_000, 157_000, 171_000, 190_000)
-    ]
-    assert values == pytest.approx([1.5e-3, 3e-3, 3e-3, 2.605263e-3, 1.5e-3, 0], rel=1e-6)
-
-
-def test_cosine_to_a_tenth(run):
-    """Over 143,000 steps of 2,097,152 tokens with a warm-up of 1,430.
-
-    The released Pythias have these lengths, and a cosine to zero that is cut off at a tenth.
-    """
-    phase = CosinePhase(horizon_tokens=143_000 * 2_097_152)
-    config = run(
-        ScheduleConfig(warmup_tokens=1430 * 2_097_152, phase=phase),
-        143_000,
-        6e-4,
-        batch_size=1024,
-        data=PYTHIA_DATA,
-    )
-    values = [learning_rate(config, step) for step in (1430, 72_215, 143_000)]
-    assert values == pytest.approx([6e-4, 3.3e-4, 6e-5])
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1, 0.5])

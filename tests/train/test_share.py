@@ -70,8 +70,8 @@ def test_shares_part_a_text_and_its_token_file(tmp_path, texts, source, tokenize
 
 def test_documents_are_cut_to_their_beginning(tmp_path, texts, source, tokenizer_dir):
     prepare([source], tokenizer_dir, tmp_path / "whole")
-    for place in (source, tmp_path / "whole"):
-        prepare([place], tokenizer_dir, tmp_path / "cut", selection=Selection(document_tokens=20))
+    for origin in (source, tmp_path / "whole"):
+        prepare([origin], tokenizer_dir, tmp_path / "cut", selection=Selection(document_tokens=20))
         whole, cut = (
             open_corpus(tmp_path / "whole"),
             open_corpus(tmp_path / "cut", verify_hashes=True),

@@ -1,6 +1,5 @@
 """Runs from an imported model, by both engines, against transformers in a plain loop."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from base.files import sha256_of
 from ckpt_tools.formats.megatron_shards import ShardedTensors
 from ckpt_tools.importing import import_checkpoint
 from tests.ckpt_tools.checkpoints import read_weights, seal
-from tests.conftest import make_hf_directory
+from tests.conftest import LAYOUTS, layouts, make_hf_directory
 from tests.runs import make_run, ranks, refusal, succeed
-from tests.sealing import reseal
 from tests.train.plain import adamw, differentiate, update
+from tests.train.trajectories import flip_a_byte
 from train.data.batches import batch
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
@@ -26,7 +25,6 @@ from train.run.config import StartFrom, load_run
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.metrics import read_metrics
 from train.run.optimization import Anneal, ConstantPhase, ScheduleConfig
-from train.run.parallel import ParallelConfig
 
 STEPS, RATE = 4, 1e-3
 
@@ -40,9 +38,12 @@ def source(tmp_path_factory, tokenizer_dir) -> Path:
     return directory
 
 
-def import_as(tmp_path: Path, source: Path) -> Path:
-    import_checkpoint(str(source), tmp_path / "imported")
-    return tmp_path / "imported"
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory, source) -> Path:
+    """The checkpoint that is imported from it; tests that change it copy it."""
+    checkpoint = tmp_path_factory.mktemp("imported") / "checkpoint"
+    import_checkpoint(str(source), checkpoint)
+    return checkpoint
 
 
 def start_run(directory: Path, checkpoint: Path, inputs: dict[str, Path], **changes):
@@ -77,71 +78,48 @@ def losses_by_hand(source: Path, run_dir: Path) -> list[float]:
     return losses
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "megatron": (1, {}),
-    "megatron tp2": (2, {"parallel": ParallelConfig(tensor=2)}),
-    "megatron tp2dp2": (4, {"parallel": ParallelConfig(tensor=2)}),
-    "megatron pp2": (2, {"parallel": ParallelConfig(pipeline=2)}),
-    "zero 1": (2, {"engine": "deepspeed"}),
-}
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, marks=pytest.mark.stress) if processes > 2 else layout
-        for layout, (processes, _) in LAYOUTS.items()
-    ],
-)
+@pytest.mark.parametrize("layout", layouts("dp1", "tp2", "tp2dp2", "pp2", "ds-zero1"))
 def test_training_starts_from_the_imported_weights_with_a_fresh_optimizer(
-    tmp_path, source, inputs, layout
+    tmp_path, source, imported, inputs, layout
 ):
     processes, settings = LAYOUTS[layout]
-    checkpoint = import_as(tmp_path, source)
-    start_run(tmp_path / "run", checkpoint, inputs, **settings)
+    start_run(tmp_path / "run", imported, inputs, **settings)
     succeed(ranks(processes, "train", "run", str(tmp_path / "run")))
-    imported = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
     first = read_weights(RunDirectory(tmp_path / "run").checkpoint(0))
-    assert first.keys() == imported.keys()
-    assert all(torch.equal(first[name], imported[name]) for name in first)
+    assert first.keys() == expected.keys()
+    assert all(torch.equal(first[name], expected[name]) for name in first)
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
-    expected = losses_by_hand(source, tmp_path / "run")
-    assert [row["loss"] for row in rows] == pytest.approx(expected, abs=1e-4)
+    losses = losses_by_hand(source, tmp_path / "run")
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-4)
 
 
-def test_main_weights_keep_fp32_where_the_model_computes_in_bf16(tmp_path, source, inputs):
-    checkpoint = import_as(tmp_path, source)
-    start_run(
-        tmp_path / "run", checkpoint, inputs, precision="bf16", total_steps=1, save_steps=(0, 1)
-    )
+def test_main_weights_keep_fp32_where_the_model_computes_in_bf16(
+    tmp_path, source, imported, inputs
+):
+    short: dict[str, Any] = {"total_steps": 1, "save_steps": (0, 1)}
+    start_run(tmp_path / "run", imported, inputs, precision="bf16", **short)
     succeed(ranks(2, "train", "run", str(tmp_path / "run")))
     first = RunDirectory(tmp_path / "run").checkpoint(0)
-    imported = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
     stored, model = ShardedTensors(first), load_run(tmp_path / "run" / "run.json").model
     for name in megatron_names(model.num_hidden_layers):
         key = f"optimizer.state.param.{name}"
         main = stored.read(key, 0, stored.tensors[key].shape[0])
         for hf_name, spans in hf_rows(name, model).items():
             rows = torch.cat([main[start:stop] for start, stop in spans])
-            assert torch.equal(rows, imported[hf_name]), hf_name
+            assert torch.equal(rows, expected[hf_name]), hf_name
     computed = read_weights(first)
-    assert all(torch.equal(computed[name], imported[name].bfloat16()) for name in computed)
+    assert all(torch.equal(computed[name], expected[name].bfloat16()) for name in computed)
 
 
-def edit_record(checkpoint: Path, **changes: Any) -> None:
-    record = json.loads((checkpoint / CHECKPOINT_JSON).read_text())
-    reseal(checkpoint / CHECKPOINT_JSON, record | changes)
-
-
-def test_what_does_not_fit_is_refused(tmp_path, source, inputs):
-    checkpoint = import_as(tmp_path, source)
+def test_what_does_not_fit_is_refused(tmp_path, imported, inputs):
+    checkpoint = Path(shutil.copytree(imported, tmp_path / "imported"))
 
     def refused(name: str, **changes: Any) -> str:
         start_run(tmp_path / name, checkpoint, inputs, **changes)
         line = refusal(tmp_path / name)
-        assert not (tmp_path / name / "checkpoints").exists() or not list(
-            (tmp_path / name / "checkpoints").iterdir()
-        )
+        assert not list(tmp_path.glob(f"{name}/checkpoints/*"))
         return line
 
     assert "model.num_key_value_heads is 2 in run.json, 4 in" in refused("grouped", kv_heads=2)
@@ -149,27 +127,20 @@ def test_what_does_not_fit_is_refused(tmp_path, source, inputs):
     assert "has another SHA-256 than start_from names" in refused("other", start_from=other)
     nowhere = StartFrom(checkpoint="../nowhere", sha256="0" * 64)
     assert "start_from names no checkpoint" in refused("nowhere", start_from=nowhere)
-    weights = checkpoint / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    weights = (checkpoint / "model.safetensors").read_bytes()
+    flip_a_byte(checkpoint / "model.safetensors")
     assert "was changed after it was written" in refused("damaged")
-    weights.write_bytes(whole)
-    edit_record(checkpoint, imported=None)
-    assert "was not imported" in refused("own")
-
-
-def test_an_engine_that_computes_otherwise_is_refused(tmp_path, source, inputs):
-    """The imported probe is transformers': another one stands for a wrong conversion."""
-    checkpoint = import_as(tmp_path, source)
+    (checkpoint / "model.safetensors").write_bytes(weights)
+    # The imported probe is transformers': another one stands for a wrong conversion.
     probe = load_file(checkpoint / "probe.safetensors")
     save_file({**probe, "logits": probe["logits"] * 1.001}, checkpoint / "probe.safetensors")
     seal(checkpoint)
-    start_run(tmp_path / "run", checkpoint, inputs)
-    assert "the engine's logits differ" in refusal(tmp_path / "run")
+    assert "the engine's logits differ" in refused("otherwise")
+    seal(checkpoint, imported=None)
+    assert "was not imported" in refused("own")
 
 
-def test_another_tokenizer_is_refused(tmp_path, source, inputs, tokenizer_dir):
-    checkpoint = import_as(tmp_path, source)
+def test_another_tokenizer_is_refused(tmp_path, imported, tokenizer_dir):
     other = tmp_path / "tokenizer"
     shutil.copytree(tokenizer_dir, other)
     content = (other / "tokenizer.json").read_text()
@@ -182,5 +153,5 @@ def test_another_tokenizer_is_refused(tmp_path, source, inputs, tokenizer_dir):
         "held_out_prefix": tmp_path / "held_out",
         "tokenizer_dir": other,
     }
-    start_run(tmp_path / "run", checkpoint, prefixes)
+    start_run(tmp_path / "run", imported, prefixes)
     assert "is not the tokenizer of" in refusal(tmp_path / "run")

@@ -7,7 +7,7 @@ import signal
 from tests.interpreter import interpreter
 from tests.runs import ended, execute, make_run, ranks, start_ranks, succeed, torchrun
 from tests.train.stalled import stalling
-from tests.train.trajectories import last_step, numbers, saves, shard_hashes, started
+from tests.train.trajectories import assert_same, last_step, saves, started
 from tests.waiting import HANG_SECONDS, wait_until
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
@@ -66,11 +66,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
     assert status(directory)["status"] == "done"
     assert not directory.stop_file.exists()
     assert directory.complete_restarts() == []
-    assert numbers(directory.path) == numbers(trained("dp2"))
-    for step in (0, 10, 20):
-        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(
-            trained("dp2") / f"checkpoints/step{step:08d}"
-        )
+    assert_same(directory, RunDirectory(trained("dp2")), 0, 10, 20)
     rows = [json.loads(line) for line in directory.ranks.read_text().splitlines()]
     assert {(row["rank"], row["attempt"]) for row in rows} >= {(0, 1), (1, 1)}
     assert all(

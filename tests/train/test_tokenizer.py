@@ -75,7 +75,7 @@ def test_a_document_loses_and_gains_no_token(tmp_path, tokenizer_dir, changed, s
     assert len(tokens(tmp_path / "out")[0]) > 10
 
     # what a study counts before it starts, and what lm-eval asks transformers for
-    sizes = [survey_files([source], "text", place, 320) for place in (tokenizer_dir, directory)]
+    sizes = [survey_files([source], "text", each, 320) for each in (tokenizer_dir, directory)]
     assert np.array_equal(sizes[0].tokens_D, sizes[1].tokens_D)
     assert (
         AutoTokenizer.from_pretrained(directory)(WORDS)["input_ids"]

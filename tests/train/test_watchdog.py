@@ -7,12 +7,14 @@ import signal
 import time
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
 from study.machine.hardware import Hardware
 from study.pipeline.runner import Runner, locked
 from study.step import Machine, Step, log_path, torchrun
+from tests.forked import Forked
 from tests.interpreter import interpreter
 from tests.runs import ended, make_run, ranks, start_ranks, succeed
 from tests.train.stalled import stalling
@@ -26,26 +28,34 @@ from train.running.watchdog import Heartbeat, LoopPhase, diagnosis
 HANG = "10"  # seconds; longer than a step or a look at the files takes on a busy machine
 
 
+def start_watched(directory: RunDirectory, released: Path, **stalled_at: Any) -> Forked:
+    """Start two ranks that come no further than a step, or a save, until `released` is there."""
+    command = ("tests.train.stalled", "train", "run", str(directory.path), "--hang-seconds", HANG)
+    return start_ranks(2, *command, variables=stalling(released, **stalled_at))
+
+
+def hang(training: Forked, released: Path) -> str:
+    """Stop rank 1 by SIGSTOP, which it cannot answer; return what the watchdog ended rank 0 with."""
+    os.kill(training.pid(rank=1), signal.SIGSTOP)
+    released.touch()
+    wait_until(lambda: training.poll() is not None, "the end of rank 0")
+    training.kill()  # as torchrun does
+    done = ended(training)
+    assert done.returncode == os.EX_TEMPFAIL, done.stderr[-3000:]
+    return done.stderr
+
+
 def test_a_stopped_rank_is_named_and_the_run_resumed(trained, tmp_path, inputs):
-    """SIGSTOP, which no rank can answer."""
     directory, released = RunDirectory(tmp_path / "dp2"), tmp_path / "released"
     make_run(directory.path, **inputs)
-    command = ("train", "run", str(directory.path), "--hang-seconds", HANG)
-    training = start_ranks(
-        2, "tests.train.stalled", *command, variables=stalling(released, step=14)
-    )
+    training = start_watched(directory, released, step=14)
     wait_until(lambda: last_step(directory.path) == 12, "step 12", training)
     wait_until(directory.heartbeat(1).exists, "a heartbeat", training)
     stopped = Heartbeat(*json.loads(directory.heartbeat(1).read_text()))
     assert stopped.pid == training.pid(rank=1)
-    os.kill(stopped.pid, signal.SIGSTOP)
-    released.touch()  # rank 0 waits for rank 1 in step 13
-    wait_until(lambda: training.poll() is not None, "the end of rank 0")
-    training.kill()  # as torchrun does
-    ended_by_watchdog = ended(training)
-    assert ended_by_watchdog.returncode == os.EX_TEMPFAIL
+    errors = hang(training, released)  # rank 0 waits for rank 1 in step 13
 
-    (line,) = [each for each in ended_by_watchdog.stderr.splitlines() if each.startswith(HUNG)]
+    (line,) = [each for each in errors.splitlines() if each.startswith(HUNG)]
     words = f"no step for {HANG} s after step 12: no sign of life of {stopped}"
     assert line.startswith(f"{HUNG}{words}; ")
     status = json.loads(directory.status_json.read_text())
@@ -55,7 +65,7 @@ def test_a_stopped_rank_is_named_and_the_run_resumed(trained, tmp_path, inputs):
     newest = pickle.loads(trace.read_bytes())["entries"][-1]
     assert newest["state"] != "completed"
 
-    succeed(ranks(2, *command[:3]))
+    succeed(ranks(2, "train", "run", str(directory.path)))
     resumed_from = [each["resumed_from_step"] for each in attempts(directory.environment_json)]
     assert resumed_from == [None, 10]
     assert numbers(directory.path) == numbers(trained("dp2"))
@@ -65,21 +75,11 @@ def test_a_rank_stopped_during_a_save_is_named(tmp_path, inputs):
     """A save takes as long as it needs, but no rank is waited for that is not alive."""
     directory, released = RunDirectory(tmp_path / "dp2"), tmp_path / "released"
     make_run(directory.path, **inputs)
-    command = ("train", "run", str(directory.path), "--hang-seconds", HANG)
-    training = start_ranks(
-        2, "tests.train.stalled", *command, variables=stalling(released, save=10)
-    )
-
+    training = start_watched(directory, released, save=10)
     wait_until(lambda: saves(directory, 1, step=10), "a heartbeat of a save", training)
     time.sleep(2 * float(HANG))
     assert training.poll() is None  # both are alive
-    os.kill(training.pid(rank=1), signal.SIGSTOP)
-    released.touch()
-    wait_until(lambda: training.poll() is not None, "the end of rank 0")
-    training.kill()  # as torchrun does
-    ended_by_watchdog = ended(training)
-    assert ended_by_watchdog.returncode == os.EX_TEMPFAIL, ended_by_watchdog.stderr[-3000:]
-    assert "no sign of life of rank 1 on " in ended_by_watchdog.stderr
+    assert "no sign of life of rank 1 on " in hang(training, released)
 
 
 @pytest.mark.stress
@@ -111,7 +111,11 @@ def test_a_study_resumes_a_training_that_hung(trained, tmp_path, inputs, monkeyp
     assert numbers(directory.path) == numbers(trained("dp2"))
 
 
-def beat(rank: int, step: int, phase: LoopPhase) -> Heartbeat:
+AGREE, COMPUTE = LoopPhase.AGREE, LoopPhase.COMPUTE
+READ, SAVE = LoopPhase.READ, LoopPhase.SAVE
+
+
+def beat(rank: int, phase: LoopPhase, step: int = 9) -> Heartbeat:
     return Heartbeat(rank, f"node{rank // 2}", 100 + rank, 7, step, phase)
 
 
@@ -119,34 +123,26 @@ def beat(rank: int, step: int, phase: LoopPhase) -> Heartbeat:
     ("living", "dead", "words"),
     [
         (
-            [beat(0, 9, LoopPhase.COMPUTE), beat(2, 9, LoopPhase.READ)],
-            [beat(1, 9, LoopPhase.COMPUTE), Heartbeat(3)],
+            [beat(0, COMPUTE), beat(2, READ)],
+            [beat(1, COMPUTE), Heartbeat(3)],
             "no sign of life of rank 1 on node0 (pid 101), rank 3 on an unknown host (pid 0)",
         ),
         (
-            [beat(0, 9, LoopPhase.AGREE), beat(1, 9, LoopPhase.READ), beat(2, 9, LoopPhase.AGREE)],
+            [beat(0, AGREE), beat(1, READ), beat(2, AGREE)],
             [],
             "rank 1 on node0 (pid 101) still reads its batch after step 9",
         ),
         (
-            [
-                beat(0, 8, LoopPhase.SAVE),
-                beat(1, 9, LoopPhase.COMPUTE),
-                beat(2, 9, LoopPhase.COMPUTE),
-            ],
+            [beat(0, SAVE, 8), beat(1, COMPUTE), beat(2, COMPUTE)],
             [],
             "rank 0 on node0 (pid 100) still logs, evaluates or saves after step 8",
         ),
         (
-            [beat(rank, 9, LoopPhase.COMPUTE) for rank in range(8)],
+            [beat(rank, COMPUTE) for rank in range(8)],
             [],
             "every rank computes step 9: a collective or a kernel does not end",
         ),
-        (
-            [beat(0, 9, LoopPhase.READ)],
-            [],
-            "rank 0 on node0 (pid 100) still reads its batch after step 9",
-        ),
+        ([beat(0, READ)], [], "rank 0 on node0 (pid 100) still reads its batch after step 9"),
     ],
 )
 def test_diagnosis(living, dead, words):

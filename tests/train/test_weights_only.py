@@ -7,13 +7,13 @@ import pytest
 
 from base.errors import UserError
 from base.files import write_json
-from ckpt_tools.checkpoint import open_weights, verified_record
+from ckpt_tools.checkpoint import verified_record
 from ckpt_tools.export import export
-from ckpt_tools.formats.weights import read_whole
 from study.recipes.parts import annealed, lean
+from tests.ckpt_tools.checkpoints import read_weights
 from tests.runs import make_run, python, start_ranks
 from tests.train.stalled import stalling
-from tests.train.test_branching import edit
+from tests.train.test_refusals import edit
 from tests.train.trajectories import numbers, tree
 from tests.waiting import wait_until
 from train.run.branching import check_parent
@@ -24,11 +24,6 @@ from train.run.optimization import CosinePhase, Lawa, ScheduleConfig
 from train.run.saving import SavingConfig
 
 SAVING: dict[str, Any] = {"restart_every_steps": 4}
-
-
-def weights_of(checkpoint):
-    weights = open_weights(checkpoint, verified_record(checkpoint))
-    return {name: read_whole(weights, name) for name in weights.tensors}
 
 
 def full(directory: RunDirectory) -> dict[int, bool]:
@@ -77,7 +72,7 @@ def test_weights_alone_lose_nothing(trained, tmp_path, inputs):
     assert averages == ["lawa2x2-step00000020"]
     assert losses(lean.path) == losses(whole.path)
     for step in (10, 20):
-        weights, expected = (weights_of(run.checkpoint(step)) for run in (lean, whole))
+        weights, expected = (read_weights(run.checkpoint(step)) for run in (lean, whole))
         assert all(weights[name].equal(expected[name]) for name in expected), step
     assert export(lean.checkpoint(20), tmp_path / "hf")["max_absolute_error"] < 1e-4
 
@@ -115,8 +110,7 @@ def test_an_ablation_keeps_state_where_its_anneals_leave(tmp_path, inputs):
     assert before[11] == after[11]
     assert before[20] != after[20]
 
-    start = {"branch_from": {"step": 13}, "save_steps": [14, 20]}
-    edit(directories[1].path, start)
+    edit(directories[1].path, {"branch_from.step": 13})
     with pytest.raises(UserError, match=r"weights only.* with 13 in saving\.full_steps"):
         check_parent(load_run(directories[1].run_json), directories[0])
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import psutil
 
 from base.files import sha256_of
 from tests.runs import environment
-from train.run.directory import PROBE, RunDirectory
+from train.run.directory import PROBE, RunDirectory, step_of
 from train.run.metrics import read_metrics
 from train.running.watchdog import Heartbeat, LoopPhase
 
@@ -37,6 +38,23 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in row.items() if key not in OF_THIS_MACHINE} for row in rows
     ]
+
+
+def assert_same(run: RunDirectory, other: RunDirectory, *steps: int) -> None:
+    """Two runs have equal figures, and equal tensors in their checkpoints of some steps."""
+    assert numbers(run.path) == numbers(other.path)
+    for step in steps:
+        hashes = (shard_hashes(each.checkpoint(step)) for each in (run, other))
+        assert len({tuple(sorted(files.items())) for files in hashes}) == 1, step
+
+
+def copy_until(step: int, whole: RunDirectory, path: Path) -> RunDirectory:
+    """A copy of a run that died after the checkpoint of a step, before it saved another."""
+    copy = RunDirectory(shutil.copytree(whole.path, path))
+    for checkpoint in copy.checkpoints.iterdir():
+        if step_of(checkpoint.name) > step:
+            shutil.rmtree(checkpoint)
+    return copy
 
 
 def tree(directory: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Keys of config.json in the form of transformers 5 and in the older one, by transformers."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_what_is_written_from_the_files_of_others_has_both_forms(tmp_path, kind)
         make_hf_directory(source)
     else:
         make_published(source, "old-llama")
-    average_models(tmp_path / "average", [source, make_copy(source, tmp_path / "other")])
+    average_models(tmp_path / "average", [source, shutil.copytree(source, tmp_path / "other")])
     import_checkpoint(str(source), tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", tmp_path / "export")
     theta = 500_000.0 if kind == "newer" else 20_000.0
@@ -142,10 +143,3 @@ def test_what_is_written_from_the_files_of_others_has_both_forms(tmp_path, kind)
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == theta
         assert config["torch_dtype"] == config["dtype"] == "float32"
         assert config["rope_scaling"] is None
-
-
-def make_copy(source: Path, target: Path) -> Path:
-    target.mkdir()
-    for path in source.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    return target

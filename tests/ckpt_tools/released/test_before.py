@@ -8,7 +8,7 @@ from ckpt_tools.__main__ import app
 from ckpt_tools.importing import find_source
 from ckpt_tools.released.before import check_revisions
 from ckpt_tools.released.download import download
-from tests.ckpt_tools.released.fake_hub import REPO, FakeHub, config_json, model_files
+from tests.ckpt_tools.released.fake_hub import REPO, config_json, model_files
 
 REVISION = "stage1-step10000-tokens21B"
 REMOTE = {"auto_map": {"AutoConfig": "configuration_olmo.OLMoConfig"}}
@@ -28,14 +28,10 @@ REFUSED = [
 
 
 @pytest.fixture
-def hub(monkeypatch, request):
+def hub(serve, request):
     """A hub of one revision, with files changed or missing."""
     changed = model_files(0) | getattr(request, "param", {})
-    server = FakeHub({REVISION: {name: data for name, data in changed.items() if data is not None}})
-    server.use(monkeypatch)
-    yield server
-    server.shutdown()
-    server.server_close()
+    return serve({REVISION: {name: data for name, data in changed.items() if data is not None}})
 
 
 @pytest.mark.parametrize(("hub", "reason"), REFUSED, indirect=["hub"])

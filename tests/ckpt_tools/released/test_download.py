@@ -29,14 +29,9 @@ WANTED = {
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """A hub of three revisions, which huggingface_hub takes for huggingface.co."""
-    server = FakeHub({name: model_files(seed) for seed, name in enumerate((FIRST, SECOND, LAST))})
-    server.use(monkeypatch)
-    yield server
-    server.let_go.set()
-    server.shutdown()
-    server.server_close()
+def hub(serve):
+    """A hub of three revisions."""
+    return serve({name: model_files(seed) for seed, name in enumerate((FIRST, SECOND, LAST))})
 
 
 def check(directory: Path, hub: FakeHub, commit: str | None) -> None:
@@ -158,10 +153,8 @@ def test_bad_input_is_refused(hub, tmp_path, arguments, reason):
 
 
 def no_safetensors(hub: FakeHub, into: Path) -> None:
-    del (
-        hub.revisions[LAST]["model-00001-of-00002.safetensors"],
-        hub.revisions[LAST]["model-00002-of-00002.safetensors"],
-    )
+    a_shard_missing(hub, into)
+    del hub.revisions[LAST]["model-00002-of-00002.safetensors"]
 
 
 def a_shard_missing(hub: FakeHub, into: Path) -> None:

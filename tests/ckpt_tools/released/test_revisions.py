@@ -46,7 +46,8 @@ def test_every_revision_of_the_table_is_known():
 
 
 PRE = "pretraining"
-ENDS = {
+ENDS = {  # exact, where names round
+    "7B": (928_646 + 11_931) * 4_194_304,
     "13B": (596_057 + 11_931) * 8_388_608,
     "32B": (721_901 + 11_921) * 8_388_608,
     "Apertus": 4096 * (1024 * 1_678_000 + 2048 * 22_000),
@@ -58,6 +59,7 @@ ENDS = {
     [
         (OLMO2_7B, "step150-tokens1B", "stage1", None, 150, 150 * 4_194_304),
         (OLMO2_7B, "stage1-step928646-tokens3896B", "stage1", None, 928_646, 928_646 * 4_194_304),
+        (OLMO2_7B, "stage2-ingredient1-step11931-tokens50B", "stage2", 1, 11_931, ENDS["7B"]),
         (OLMO2_13B, "stage2-ingredient1-step11931-tokens100B", "stage2", 1, 11_931, ENDS["13B"]),
         (OLMO2_32B, "stage2-ingredient4-step11921-tokens101B", "stage2", 4, 11_921, ENDS["32B"]),
         (OLMO_1B, "step738020-tokens3095B", PRE, None, 738_020, 738_020 * 4_194_304),
@@ -66,6 +68,7 @@ ENDS = {
         (SMOLLM3, "stage3-step-4720000", "stage3", None, 4_720_000, 4_720_000 * 2_359_296),
         (SMOLLM3, "lc-4k-to-32k-step-20000", "lc-4k-to-32k", None, 20_000, 4_740_000 * 2_359_296),
         (SMOLLM3, "lc-32k-to-64k-step-16000", "lc-32k-to-64k", None, 16_000, 4_756_000 * 2_359_296),
+        ("allenai/OLMo-7B-0424-hf", "step1000-tokens4B", PRE, None, 1000, 4 * 10**9),  # by its name
         (SMOLLM3, "it-LC-expert", "it-LC-expert", None, None, None),
         (APERTUS, "step1700000-tokens7232B", PRE, None, 1_700_000, ENDS["Apertus"]),
         (APERTUS, "step2627139-tokens15T", PRE, None, 2_627_139, 14_999_997_120_512),
@@ -83,20 +86,26 @@ def test_names_beyond_the_table(repo, revision, stage, ingredient, step, tokens)
     assert (checkpoint.step, checkpoint.tokens) == (step, tokens)
 
 
-def test_tokens_are_exact_where_the_name_rounds_them():
-    checkpoint = parse_revision(OLMO2_7B, "stage2-ingredient1-step11931-tokens50B")
-    assert checkpoint.tokens == BEFORE[OLMO2_7B] + 50_042_241_024
-
-
 @pytest.mark.parametrize(
-    ("repo", "trillions"), [(OLMO2_1B, 4), (OLMO2_7B, 3.9), (OLMO2_13B, 5), (OLMO2_32B, 6.06)]
+    ("repo", "trillions", "last"),
+    [
+        (OLMO2_1B, 4, "stage1-step1907359-tokens4001B"),
+        (OLMO2_7B, 3.9, "stage1-step928646-tokens3896B"),
+        (OLMO2_13B, 5, "stage1-step596057-tokens5001B"),
+        (OLMO2_32B, 6.06, "stage1-step721901-tokens6056B"),
+    ],
 )
-def test_stage_2_starts_where_stage_1_stopped(repo, trillions):
-    """As arXiv 2501.00656 and the model cards round it."""
-    first = parse_revision(repo, "stage2-ingredient1-step0-tokens0B")
+def test_stage_2_starts_where_stage_1_stopped(repo, trillions, last):
+    """Tokens as arXiv 2501.00656 and the model cards round them. The 7B's second stage starts at
+    6.1499e-5 in its yaml, the cosine stops at 6.1351e-5.
+    """
+    before, first = (
+        parse_revision(repo, name) for name in (last, "stage2-ingredient1-step0-tokens0B")
+    )
     assert (first.parent, first.restarts) == ("stage1", False)
-    assert first.tokens == BEFORE[repo]
+    assert first.tokens == before.tokens == BEFORE[repo]
     assert first.tokens == pytest.approx(trillions * 1e12, rel=2e-3)
+    assert first.learning_rate == pytest.approx(before.learning_rate, rel=3e-3)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +121,6 @@ def test_a_soup_is_where_its_last_ingredient_ends(repo, ingredients, last):
     assert (soup.step, soup.tokens) == (end.step, end.tokens)
     assert soup.average_of == tuple(f"stage2-ingredient{n + 1}" for n in range(ingredients))
     assert soup.parent is None
-
-
-def test_tokens_of_a_name_where_no_source_states_the_batch():
-    checkpoint = parse_revision("allenai/OLMo-7B-0424-hf", "step1000-tokens4B")
-    assert (checkpoint.step, checkpoint.tokens) == (1000, 4 * 10**9)
-    assert checkpoint.learning_rate is None
 
 
 @pytest.mark.parametrize(
@@ -159,6 +162,7 @@ def test_main(repo, step, learning_rate):
         (OPEN_SCI, "iter_0100000"),
         ("allenai/OLMo-7B", "step556000-tokens2460B"),  # after 2T tokens
         (SMOLLM3, "it-soup-APO"),
+        ("allenai/OLMo-7B-0424-hf", "step1000-tokens4B"),
     ],
 )
 def test_what_no_source_tells_is_unknown(repo, revision):
@@ -194,21 +198,6 @@ def test_corners_of_the_schedules(repo, revision, expected):
     assert parse_revision(repo, revision).learning_rate == pytest.approx(
         expected, rel=3e-5, abs=1e-15
     )
-
-
-@pytest.mark.parametrize(
-    ("repo", "last", "next_"),
-    [
-        (OLMO2_1B, "stage1-step1907359-tokens4001B", "stage2-ingredient2-step0-tokens0B"),
-        (OLMO2_7B, "stage1-step928646-tokens3896B", "stage2-ingredient1-step0-tokens0B"),
-        (OLMO2_13B, "stage1-step596057-tokens5001B", "stage2-ingredient4-step0-tokens0B"),
-        (OLMO2_32B, "stage1-step721901-tokens6056B", "stage2-ingredient3-step0-tokens0B"),
-    ],
-)
-def test_the_second_stage_goes_on_where_the_first_stopped(repo, last, next_):
-    """The 7B's second stage starts at 6.1499e-5 in its yaml, the cosine stops at 6.1351e-5."""
-    first, second = (parse_revision(repo, name).learning_rate for name in (last, next_))
-    assert second == pytest.approx(first, rel=3e-3)
 
 
 @pytest.mark.parametrize("step", [2000, 70_000, 100_000, 115_000, 116_000, 130_000, 143_000])

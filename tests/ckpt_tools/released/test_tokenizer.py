@@ -3,13 +3,12 @@
 import json
 
 import pytest
-from huggingface_hub import constants
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from base.errors import UserError
 from ckpt_tools.released.download import fetch_tokenizer
-from tests.ckpt_tools.released.fake_hub import REPO, FakeHub, model_files
+from tests.ckpt_tools.released.fake_hub import REPO, model_files
 from train.data.tokenizer import load_tokenizer
 
 TOKENIZER = Tokenizer(WordLevel({"a": 0, "<eos>": 1}, unk_token="a")).to_str().encode()
@@ -19,18 +18,9 @@ FILES = ["merges.txt", "tokenizer.json", "tokenizer_config.json"]
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    server = FakeHub(
-        {"main": model_files(0) | {"tokenizer.json": TOKENIZER, "tokenizer_config.json": CONFIG}}
-    )
-    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.endpoint + template[template.index("/{") :]
-    )
-    yield server
-    server.shutdown()
-    server.server_close()
+def hub(serve):
+    files = {"tokenizer.json": TOKENIZER, "tokenizer_config.json": CONFIG}
+    return serve({"main": model_files(0) | files})
 
 
 def test_only_the_tokenizer_comes_and_only_once(hub, tmp_path):

@@ -13,7 +13,7 @@ from ckpt_tools.hf.directory import read_lineage
 from ckpt_tools.released.download import download
 from ckpt_tools.released.revisions import parse_revision
 from ckpt_tools.released.trajectory import choose, revisions_of, show
-from tests.ckpt_tools.released.fake_hub import REPO, FakeHub
+from tests.ckpt_tools.released.fake_hub import REPO
 from tests.sealing import reseal
 
 SMOLLM3 = "HuggingFaceTB/SmolLM3-3B-checkpoints"
@@ -29,24 +29,15 @@ IN_ORDER = [
 ODD = ["revert-safetensors", "stage1-step40000-tokens9999B"]
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    server = FakeHub({name: {} for name in sorted(IN_ORDER + ODD)})
-    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
 def directories(root, names):
     for name in names:
         (root / name).mkdir(parents=True)
     return root
 
 
-@pytest.mark.usefixtures("hub")
-def test_of_the_hub(capsys):
+def test_of_the_hub(serve, capsys):
     """Steps and stages sort as numbers; names that are none are told, not lost."""
+    serve({name: {} for name in sorted(IN_ORDER + ODD)})
     rows = revisions_of(REPO)
     show(rows)
     printed = capsys.readouterr()

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from curvature.step.quantized import QuantizationStep
 from tests.conftest import make_hf_directory
-from tests.curvature.conftest import command
-from tests.curvature.slices.conftest import make_family
+from tests.curvature.conftest import command, make_family
 from tests.quant_eval.models import make_model
-from tests.runs import ranks
+from tests.runs import ranks, succeed
 from train.data.batches import batch
 from train.data.corpus import open_corpus
 
@@ -136,8 +135,7 @@ def test_result_holds_numbers_with_their_conditions(result, alone, held_out_pref
 def test_two_ranks_find_the_same(tmp_path, result, family, held_out_prefix):
     options = ["slice", family.base, "--data", held_out_prefix, *SMALL, *through(family)]
     program = ("curvature", *map(str, options), "--out", str(tmp_path / "two"))
-    done = ranks(2, *program)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(ranks(2, *program))
     shared = json.loads((tmp_path / "two" / "result.json").read_text())
     assert shared["environment"]["world_size"] == 2
     assert shared["measured"] == result["measured"]

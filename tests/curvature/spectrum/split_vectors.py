@@ -1,11 +1,9 @@
-"""`torchrun -m tests.curvature.spectrum.split_vectors OUT`: all measurements on vectors split
-unevenly over ranks.
+"""All measurements on vectors that are split unevenly over ranks, without the imports of a model.
 
 Shapes: P parameters, p those of this rank, k vectors.
 """
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,8 +49,8 @@ def measure(mine: slice, summed: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     }
 
 
-def main(out: Path) -> None:
-    """Writes what every rank found to OUT/rank.json."""
+def write_figures(out: str) -> None:
+    """Worker, on every rank: writes what it found to OUT/rank.json."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
@@ -61,9 +59,5 @@ def main(out: Path) -> None:
         return part
 
     figures = measure(slice(BOUNDARIES[rank], BOUNDARIES[rank + 1]), summed)
-    (out / f"{rank}.json").write_text(json.dumps(figures))
+    (Path(out) / f"{rank}.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -11,8 +11,8 @@ from torch import Tensor
 from base.errors import UserError
 from curvature.spectrum.lanczos import Krylov, RitzPair, Spectrum, lanczos
 from tests.curvature.spectrum.operators import Known, designed, inner, signs
-from tests.curvature.spectrum.split_vectors import SIZE, measure
-from tests.runs import ranks
+from tests.curvature.spectrum.split_vectors import SIZE, measure, write_figures
+from tests.runs import on_ranks
 
 
 def ends(
@@ -253,8 +253,7 @@ def test_a_top_eigenvalue_takes_few_products_and_as_many_vectors(trained):
 def test_figures_are_those_of_one_process(tmp_path):
     alone = measure(slice(0, SIZE), lambda part: part)
     assert alone["values"][0] == pytest.approx(40, rel=1e-10)
-    done = ranks(3, "tests.curvature.spectrum.split_vectors", str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(3, write_figures, tmp_path)
     first, *others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3))
     assert first["counts"] == alone["counts"]
     for name in ("values", "moments", "nodes"):

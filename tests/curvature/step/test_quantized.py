@@ -16,7 +16,8 @@ from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
 from tests.digests import blake3_of
 from tests.quant_eval.models import run_settings
-from tests.sealing import reseal
+from tests.sealing import edited, reseal
+from tests.train.trajectories import flip_a_byte
 
 SPEC = parse_spec("rtn-b3-g32")
 
@@ -100,22 +101,8 @@ def test_bf16_weights_of_an_fp32_base_are_refused(measured):
         read_step(measured / "fp32", measured / "fp32-bf16")
 
 
-def test_a_changed_base_is_refused(place):
-    weights = load_file(place / "base" / "model.safetensors")
-    weights["model.norm.weight"][0] += 1e-3
-    save_file(weights, place / "base" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="is of another model"):
-        read_step(place / "base", place / "result")
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-4])
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 BLOCK, DENSE = "dense/block00001.safetensors", "dense/dense.json"
@@ -125,9 +112,9 @@ BLOCK, DENSE = "dense/block00001.safetensors", "dense/dense.json"
     ("name", "damage", "message"),
     [
         (BLOCK, cut, "block00001.safetensors has .* bytes instead of"),
-        (BLOCK, flip, "block00001.safetensors was changed after"),
+        (BLOCK, flip_a_byte, "block00001.safetensors was changed after"),
         (BLOCK, lambda path: path.unlink(), "block00001.safetensors is missing"),
-        (DENSE, flip, "dense.json is not the one that result.json was written with"),
+        (DENSE, flip_a_byte, "dense.json is not the one that result.json was written with"),
         (DENSE, lambda path: path.unlink(), "holds no dequantized weights"),
         ("dense", shutil.rmtree, "holds no dequantized weights"),
         ("result.json", cut, "result.json"),
@@ -142,47 +129,54 @@ def test_damage_is_refused_by_the_files_name(place, name, damage, message):
     assert "\n" not in str(refused.value)
 
 
-def test_a_result_without_dense_weights_names_the_command(place):
-    path = place / "result" / "result.json"
-    result = json.loads(path.read_text())
-    del result["measured"]["dense"]
-    reseal(path, result)  # such as of a later run without --dense, which leaves the old ones
-    with pytest.raises(UserError, match=r"python -m quant_eval run .*base --dense"):
-        read_step(place / "base", place / "result")
-
-
 def rewrite(place, change):
-    """dense.json with another content, for which the result vouches."""
+    """dense.json with other files, for which the result vouches."""
     path = place / "result" / "dense" / "dense.json"
     content = json.loads(path.read_text())
-    change(content)
+    change(content["files"])
     path.write_text(json.dumps(content))
-    result = json.loads((place / "result" / "result.json").read_text())
-    result["measured"]["dense"] = sha256_of(path)
-    reseal(place / "result" / "result.json", result)
+    with edited(place / "result" / "result.json") as result:
+        result["measured"]["dense"] = sha256_of(path)
 
 
-def test_files_elsewhere_are_refused(place):
-    rewrite(
-        place,
-        lambda content: content["files"].update(
-            {"../../base/model.safetensors": content["files"][BLOCK[6:]]}
-        ),
-    )
-    with pytest.raises(UserError, match="is outside its directory"):
-        read_step(place / "base", place / "result")
+def leads_elsewhere(place):
+    rewrite(place, lambda files: files.update({"../../base/model.safetensors": files[BLOCK[6:]]}))
 
 
-def test_tensors_that_the_base_lacks_are_refused(place):
+def holds_another_tensor(place):
     path = place / "result" / BLOCK
     save_file({"model.layers.1.mlp.up.weight": torch.ones(2)}, path)
     record = {"bytes": path.stat().st_size, "digest": blake3_of(path)}
-    rewrite(place, lambda content: content["files"].update({BLOCK[6:]: record}))
-    with pytest.raises(UserError, match=r"'model\.layers\.1\.mlp\.up\.weight' does not fit"):
-        read_step(place / "base", place / "result")
+    rewrite(place, lambda files: files.update({BLOCK[6:]: record}))
 
 
-def test_a_step_of_no_tensor_is_refused(place):
-    rewrite(place, lambda content: content["files"].clear())
-    with pytest.raises(UserError, match="quantized nothing"):
+def holds_nothing(place):
+    rewrite(place, lambda files: files.clear())
+
+
+def of_another_base(place):
+    weights = load_file(place / "base" / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, place / "base" / "model.safetensors", metadata={"format": "pt"})
+
+
+def without_dense(place):
+    """As of a later run without --dense, which leaves the old weights."""
+    with edited(place / "result" / "result.json") as result:
+        del result["measured"]["dense"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (leads_elsewhere, "is outside its directory"),
+        (holds_another_tensor, r"'model\.layers\.1\.mlp\.up\.weight' does not fit"),
+        (holds_nothing, "quantized nothing"),
+        (of_another_base, "is of another model"),
+        (without_dense, r"python -m quant_eval run .*base --dense"),
+    ],
+)
+def test_what_does_not_belong_to_the_base_is_refused(place, change, message):
+    change(place)
+    with pytest.raises(UserError, match=message):
         read_step(place / "base", place / "result")

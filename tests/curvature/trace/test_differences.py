@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import binom, t, ttest_1samp, ttest_rel
+from scipy.stats import t, ttest_1samp, ttest_rel
 
 from base.digests import sealed
 from base.errors import UserError
@@ -25,11 +25,11 @@ def content(trace, *, model="runs/lr3e-3/hf/step00000640", name="hutchinson", **
     return {"model": {"path": model}, "spec": spec, "measured": measured, "environment": {}}
 
 
-def correlated(microbatches, *, difference, seed, correlation=0.9):
+def correlated(microbatches, *, difference, seed):
     """Traces of two checkpoints on the same microbatches, the second higher by `difference`."""
     generator = np.random.default_rng(seed)
     common_M = generator.normal(500, 100, microbatches)
-    own_2M = generator.normal(0, 100 * math.sqrt(1 / correlation - 1), (2, microbatches))
+    own_2M = generator.normal(0, 100 / 3, (2, microbatches))
     return common_M + own_2M[0], common_M + own_2M[1] + difference
 
 
@@ -57,35 +57,6 @@ def test_differences_without_any_spread():
     assert same == (0.0, 0.0, 0.0, 0.0, 1.0)
     shifted = paired_difference([3.0, 5.0, 8.0], [4.0, 6.0, 9.0], 0.95)
     assert shifted == (1.0, 0.0, 1.0, 1.0, 0.0)
-
-
-def test_intervals_cover_and_tests_reject_as_stated():
-    """The share of 2,000 draws: within what a binomial at the stated level gives 999 times of 1,000."""
-    repetitions, truth = 2000, 7.0
-    covered = rejected = 0
-    for seed in range(repetitions):
-        first_M, second_M = correlated(16, difference=truth, seed=seed)
-        covered += (
-            (difference := paired_difference(first_M, second_M, 0.9)).low
-            <= truth
-            <= difference.high
-        )
-        rejected += paired_difference(first_M + truth, second_M, 0.9).p_value <= 0.1
-    low, high = binom.interval(0.999, repetitions, 0.9)
-    assert low <= covered <= high
-    assert repetitions - high <= rejected <= repetitions - low
-
-
-def test_pairing_pays_what_the_correlation_says():
-    """Var(a - b) is 2 s^2 (1 - rho) paired and 2 s^2 unpaired."""
-    first_M, second_M = correlated(4000, difference=0, seed=1, correlation=0.9)
-    paired = paired_difference(first_M, second_M, 0.95).standard_error
-    generator = np.random.default_rng(2)
-    unpaired = paired_difference(
-        first_M, generator.permutation(second_M).tolist(), 0.95
-    ).standard_error
-    # 4,000 draws: s.d. of about 3%
-    assert (unpaired / paired) ** 2 == pytest.approx(1 / (1 - 0.9), rel=0.1)
 
 
 @pytest.fixture

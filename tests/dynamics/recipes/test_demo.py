@@ -8,10 +8,8 @@ import pytest
 from dynamics.recipes.demo import tiny
 from quant_eval.measuring.sequential import check_spec
 from quant_eval.specs import parse_spec
-from study.definition import load_study, save_study
 from study.recipes.parts import learning_rate_name
 from study.recipes.resolve import resolve, whole_recipes
-from tests.study.ablation import tiny as four_peaks
 from tests.study.test_command import without_weights
 from train.run.schedules import learning_rate
 
@@ -21,14 +19,6 @@ PROFILES = ["full", "smoke"]
 def swept(study):
     """The runs that anneal; the others are their controls."""
     return [run for run in study.trained if run.schedule.anneal]
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_the_anneal_has_checkpoints_at_both_ends(profile):
-    for run in swept(resolve("tiny", profile)):
-        assert run.schedule.anneal.start_step in run.save_steps
-        assert run.save_steps[-1] == run.total_steps
-        assert learning_rate(run, run.total_steps) == 0
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -54,18 +44,6 @@ def test_averages_are_measured_over_one_phase_each(profile):
                 assert (start if step > start else run.warmup_steps) < step - back, (
                     "a window reaches into two phases"
                 )
-
-
-def test_settings_name_the_study_and_change_every_run(tmp_path):
-    study = resolve("tiny", "full", ("engine=deepspeed", "optimizer.weight_decay=0"))
-    assert study.name == "tiny-engine=deepspeed-weight_decay=0"
-    assert study.settings == ("engine=deepspeed", "optimizer.weight_decay=0")
-    assert [run.name for run in study.trained] == [run.name for run in tiny().trained]
-    for run, plain in zip(swept(study), swept(tiny()), strict=True):
-        optimizer = plain.optimizer.model_copy(update={"weight_decay": 0.0})
-        assert run == plain.model_copy(update={"engine": "deepspeed", "optimizer": optimizer})
-    save_study(tmp_path, study)
-    assert load_study(tmp_path) == study
 
 
 def test_tiny_is_the_ablation_in_small():
@@ -103,25 +81,7 @@ def test_runs_are_named_by_value(peak_lr, name):
     assert learning_rate_name(peak_lr) == name
 
 
-def test_models_are_measured_by_rising_step_weights_first():
-    study = four_peaks()
-    models = study.models_of(study.trained[0])
-    assert [(model.step, model.average) for model in models] == [
-        (64, None),
-        (192, None), (192, "lawa5x16"),
-        (320, None),
-        (448, None), (448, "lawa5x16"), (448, "soup-stable"),
-        (512, None),
-        (576, None),
-        (640, None), (640, "lawa5x16"), (640, "soup-anneal"),
-    ]  # fmt: skip
-    assert {model.average: model.soup_of for model in models if model.soup_of} == {
-        "soup-stable": (192, 320, 448),
-        "soup-anneal": (512, 576, 640),
-    }
-
-
-@pytest.mark.parametrize("profile", ["full", "smoke"])
+@pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("recipe", whole_recipes())
 def test_every_spec_has_a_place(recipe, profile):
     study = resolve(recipe, profile)

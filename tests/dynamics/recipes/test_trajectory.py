@@ -8,13 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from base.errors import UserError
 from ckpt_tools.released.download import download
 from dynamics.recipes.demo import tiny
 from dynamics.recipes.trajectory import released_of, trajectory_of
-from study.__main__ import app
 from study.definition import Study, load_study, save_study
 from study.recipes.resolve import resolve
 from study.released import ReleasedRun
@@ -22,6 +20,7 @@ from study.text.own import TextOptions, source_of
 from study.text_kinds import PreparedText, TokenFile
 from tests.ckpt_tools.released.fake_hub import FakeHub, config_json
 from tests.sealing import reseal
+from tests.study.commands import printed, refused
 from train.data.prepare import prepare
 
 REPO = "allenai/OLMo-2-1124-7B"
@@ -259,22 +258,13 @@ def test_of_exports_with_their_averages_as_lines_of_their_own(tmp_path, text_dir
     assert [run.average_of for run in lines(study)] == [(), ("training",)]
 
 
-def command(*arguments: str) -> str:
-    """Message of a refused command."""
-    with pytest.raises(UserError) as refused:
-        CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
-def test_a_trajectory_needs_a_source(tmp_path):
-    assert "trajectory needs a released model" in command("show", "trajectory")
-    assert "give --set source=" in command("show", "trajectory", "--set", "every=2")
+def test_a_trajectory_needs_a_source():
+    assert "trajectory needs a released model" in refused("show", "trajectory")
+    assert "give --set source=" in refused("show", "trajectory", "--set", "every=2")
     source = ("--set", f"source={REPO}")
-    assert "'every': Input should be" in command("show", "trajectory", *source, "--set", "every=0")
-    assert "seed=1: no such setting" in command("show", "trajectory", *source, "--set", "seed=1")
-    assert "no such setting" in command("show", "tiny", *source)
-    assert "does not exist" in command("status", "trajectory", "--root", str(tmp_path))
+    assert "'every': Input should be" in refused("show", "trajectory", *source, "--set", "every=0")
+    assert "seed=1: no such setting" in refused("show", "trajectory", *source, "--set", "seed=1")
+    assert "no such setting" in refused("show", "tiny", *source)
 
 
 def test_a_study_that_is_there_goes_on_as_it_was_listed(tmp_path, text_dir):
@@ -284,13 +274,10 @@ def test_a_study_that_is_there_goes_on_as_it_was_listed(tmp_path, text_dir):
     study = trajectory("smoke", **released, text=TextOptions((text_dir,)))
     save_study(text_dir.parent / study.name, study)
     (source / "step2000").mkdir()  # appeared later
-    shown = CliRunner().invoke(
-        app, ["show", study.name, "--root", str(text_dir.parent)], catch_exceptions=False
-    )
-    assert shown.exit_code == 0
-    assert f"1 revisions of {source}, step1000 to step1000" in shown.stdout
-    assert "quant_eval run" in shown.stdout
-    assert f"{text_dir}/data/held_out" in shown.stdout
+    shown = printed("show", study.name, "--root", text_dir.parent)
+    assert f"1 revisions of {source}, step1000 to step1000" in shown
+    assert "quant_eval run" in shown
+    assert f"{text_dir}/data/held_out" in shown
     assert load_study(text_dir.parent / study.name) == study
 
 

@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs, preset_name_to_sch
 from base.errors import UserError
 from quant_eval.casts.activations import ActivationCast, activation_cast
 from quant_eval.specs import parse_spec
-from tests.quant_eval.casts.wrapped import wrapped_linear
+from tests.quant_eval.casts.wrapped import wrapped_cast
 from tests.quant_eval.rounding.number_search import nearest
 
 WIDTH = 64
@@ -35,32 +35,19 @@ def fixed(cast: ActivationCast, x: torch.Tensor) -> ActivationCast:
     return cast
 
 
-def module_cast(x: torch.Tensor, args: QuantizationArgs, observed: torch.Tensor) -> torch.Tensor:
-    """Inputs as compressed-tensors' own linear multiplies them: its weight is the identity."""
-    with torch.no_grad():
-        return wrapped_linear(torch.eye(WIDTH, dtype=x.dtype), None, args, observed)(x)
+PRESETS = {"int8": "W8A8", "int4": "W4A4", "fp8": "FP8_DYNAMIC", "static": "FP8"}
+PRESETS |= {name: name.upper() for name in ("mxfp8", "mxfp4", "nvfp4")}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        ("int8", "W8A8"),
-        ("int4", "W4A4"),
-        ("fp8", "FP8_DYNAMIC"),
-        ("mxfp8", "MXFP8"),
-        ("mxfp4", "MXFP4"),
-        ("nvfp4", "NVFP4"),
-        ("static", "FP8"),
-    ],
-)
-def test_a_preset_is_that_of_compressed_tensors_modules(name, preset, dtype):
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_that_of_compressed_tensors_modules(name, dtype):
     x_BLI, observed_BLI = (inputs(3, 5, seed=seed).to(dtype) for seed in (0, 1))
     cast = ActivationCast("fp8", WIDTH, True) if name == "static" else ActivationCast(name, WIDTH)
-    args = preset_name_to_scheme(preset, ["Linear"]).input_activations
+    args = preset_name_to_scheme(PRESETS[name], ["Linear"]).input_activations
     ours_BLI = fixed(cast, observed_BLI)(x_BLI)
     assert ours_BLI.dtype == dtype
-    assert torch.equal(ours_BLI, module_cast(x_BLI, args, observed_BLI))
+    assert torch.equal(ours_BLI, wrapped_cast(x_BLI, args, observed_BLI))
     assert not torch.equal(ours_BLI, x_BLI)
 
 
@@ -69,10 +56,10 @@ def test_integers_of_every_width_are_those_of_compressed_tensors_modules(bits):
     x_BLI = inputs(3, 5)
     per_token = QuantizationArgs(num_bits=bits, strategy="token", dynamic=True)
     ours_BLI = ActivationCast(f"int{bits}", WIDTH)(x_BLI)
-    assert torch.equal(ours_BLI, module_cast(x_BLI, per_token, x_BLI))
+    assert torch.equal(ours_BLI, wrapped_cast(x_BLI, per_token, x_BLI))
     per_tensor = QuantizationArgs(num_bits=bits, strategy="tensor")
     static = fixed(ActivationCast(f"int{bits}", WIDTH, True), x_BLI)
-    assert torch.equal(static(x_BLI), module_cast(x_BLI, per_tensor, x_BLI))
+    assert torch.equal(static(x_BLI), wrapped_cast(x_BLI, per_tensor, x_BLI))
     assert 1 < len(ours_BLI[1, 2].unique()) <= 2**bits
 
 

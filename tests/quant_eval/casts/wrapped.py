@@ -45,3 +45,13 @@ def wrapped_linear(
         assert observed is not None
         linear.input_scale.data = calculate_qparams(*observed.aminmax(), activations)[0]
     return model
+
+
+@torch.no_grad()
+def wrapped_cast(
+    x: torch.Tensor, args: QuantizationArgs, observed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Inputs [..., I] as that linear multiplies them: its weight is the identity."""
+    identity_II = torch.eye(x.shape[-1], dtype=x.dtype)
+    cast: torch.Tensor = wrapped_linear(identity_II, None, args, observed)(x)
+    return cast

@@ -12,65 +12,47 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from base.errors import UserError
-from quant_eval.libraries.job import WEIGHTS, Job, run_job
+from quant_eval.libraries.job import Job, run_job
 from quant_eval.libraries.outcome import block_linears
 from quant_eval.libraries.run_autoround import TuningLog, reported_grids
 from quant_eval.quantizers.libraries import AutoRound
 from quant_eval.sizes import check_linears
 from quant_eval.specs import parse_spec
+from tests.quant_eval.libraries.jobs import make_job, random_ids, share_equal, weights_of
 from tests.quant_eval.models import ARCHITECTURES, make_model
 from tests.quant_eval.specs import typed
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}
 GROUP = 16
-
-
-def make_job(
-    place: Path, spec: str, name: str = "olmo2", sequences: int = 8, **changes: Any
-) -> Job:
-    """A job on a model of two blocks, or of three where `name` needs them."""
-    sizes = WIDE | ({"head_dim": 32} if name == "qwen3" else {})
-    blocks = {} if name == "smollm3" else {"num_hidden_layers": 2}
-    if not (place / "model").exists():
-        make_model(place / "model", name, **sizes, **blocks)
-    ids_NL = torch.randint(320, (sequences, 32), generator=torch.Generator().manual_seed(0))
-    ids_NL[0, -3:] = 7  # ends in repeats, which are not padding
-    save_file({"input_ids": ids_NL}, place / f"ids{sequences}.safetensors")
-    given: dict[str, Any] = {
-        "dtype": "fp32",
-        "device": "cpu",
-        "batch_size": 8,
-        "threads": 1,
-    } | changes
-    return Job(
-        hf_dir=place / "model",
-        spec=parse_spec(spec),
-        calibration=place / f"ids{sequences}.safetensors",
-        out=place / "out" / f"{spec}-{given['dtype']}-{given['batch_size']}",
-        **given,
-    )
-
-
-def weights_of(job: Job) -> dict[str, Tensor]:
-    run_job(job)
-    return load_file(job.out / WEIGHTS)
+IDS = random_ids(8, 32)
+IDS[0, -3:] = 7  # ends in repeats, which are not padding
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("autoround")
+def directory(tmp_path_factory) -> Path:
+    """A model of two blocks."""
+    directory = tmp_path_factory.mktemp("autoround") / "model"
+    return make_model(directory, "olmo2", **WIDE, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
-def original(place):
-    make_job(place, "autoround-b3-g16")
-    return AutoModelForCausalLM.from_pretrained(place / "model", attn_implementation="eager")
+def job_of(directory, tmp_path_factory):
+    """`job_of(spec)`: a job of the model, in a directory of its own."""
+
+    def made(spec: str, ids_NL: Tensor = IDS, **changes: Any) -> Job:
+        return make_job(directory, spec, tmp_path_factory.mktemp("job") / "out", ids_NL, **changes)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def original(directory):
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
 
 
 def on_grid(weight_OI, bits, symmetric, moved=0.0, low=1.0, high=1.0, group=GROUP):
@@ -98,23 +80,22 @@ def rounded(values):
     return values + (values.round() - values).detach()
 
 
-def share_equal(left_OI, right_OI):
-    """Steps of the grids here are above 0.01; fp32 noise of a scale is below 1e-6."""
-    return float(((left_OI - right_OI).abs() < 1e-5).double().mean())
-
-
-@pytest.mark.parametrize(("bits", "symmetric"), [(3, True), (4, False)])
-def test_the_first_iteration_is_plain_rounding_to_its_grid(place, original, bits, symmetric):
-    spec = f"autoround-b{bits}-g{GROUP}{'' if symmetric else '-asym'}-i1"
-    weights = weights_of(make_job(place, spec))
-    assert weights.keys() == {f"{name}.weight" for name in block_linears(original)}
+def check_plain(weights, model, bits, symmetric) -> None:
+    """All linears of the blocks are plainly rounded to their grids."""
+    assert weights.keys() == {f"{name}.weight" for name in block_linears(model)}
     for key, held_OI in weights.items():
-        expected_OI = on_grid(original.get_parameter(key).detach(), bits, symmetric)
+        expected_OI = on_grid(model.get_parameter(key).detach(), bits, symmetric)
         assert share_equal(held_OI, expected_OI) > 0.999, key  # halves fall either way in fp32
 
 
+@pytest.mark.parametrize(("bits", "symmetric"), [(3, True), (4, False)])
+def test_the_first_iteration_is_plain_rounding_to_its_grid(job_of, original, bits, symmetric):
+    job = job_of(f"autoround-b{bits}-g{GROUP}{'' if symmetric else '-asym'}-i1")
+    check_plain(weights_of(job), original, bits, symmetric)
+
+
 @pytest.fixture(scope="module")
-def inputs(original, place):
+def inputs(original):
     """Per block: what it reads in the model as it is, and by name what goes with it."""
     seen: list[tuple[Tensor, dict]] = []
     hooks = [
@@ -124,7 +105,7 @@ def inputs(original, place):
         for layer in original.model.layers
     ]
     with torch.no_grad():
-        original(load_file(place / "ids8.safetensors")["input_ids"], use_cache=False)
+        original(IDS, use_cache=False)
     for hook in hooks:
         hook.remove()
     return seen
@@ -137,12 +118,11 @@ def loss_of(block, weights, hidden_NLI, named, target_NLI):
 
 
 @pytest.mark.parametrize("batch_size", [8, 3])  # 3: a batch of 8 is eight of 1
-def test_the_second_iteration_is_a_signed_step(place, original, inputs, batch_size):
+def test_the_second_iteration_is_a_signed_step(job_of, original, inputs, batch_size):
     """Block 0 by hand, in float64: V, low and high after one step of 1/2 along the gradient's
     signs, taken if it is better than plain rounding."""
-    library_weights = weights_of(
-        make_job(place, f"autoround-b3-g{GROUP}-asym-i2", batch_size=batch_size)
-    )
+    job = job_of(f"autoround-b3-g{GROUP}-asym-i2", batch_size=batch_size)
+    library_weights = of_first_block(weights_of(job))
     block = copy.deepcopy(original.model.layers[0]).double()
     hidden_NLI, named = inputs[0]
     hidden_NLI = hidden_NLI.double()
@@ -168,9 +148,7 @@ def test_the_second_iteration_is_a_signed_step(place, original, inputs, batch_si
         }
 
     def taken(weights):
-        shares = [
-            share_equal(library_weights[f"model.layers.0.{key}"], weights[key]) for key in weights
-        ]
+        shares = [share_equal(library_weights[key], weights[key]) for key in weights]
         return sum(shares) / len(shares)
 
     first = dense()
@@ -188,30 +166,33 @@ def test_the_second_iteration_is_a_signed_step(place, original, inputs, batch_si
     assert taken(other) < 0.9
 
 
-def test_tuning_lowers_the_error_of_a_block(place, original, inputs):
-    job = make_job(place, f"autoround-b3-g{GROUP}-i40")
-    plain, tuned = weights_of(make_job(place, f"autoround-b3-g{GROUP}-i1")), weights_of(job)
+def test_tuning_lowers_the_error_of_a_block(job_of, original, inputs):
+    plain, job = (
+        weights_of(job_of(f"autoround-b3-g{GROUP}-i1")),
+        job_of(f"autoround-b3-g{GROUP}-i40"),
+    )
+    tuned = weights_of(job)
     block, (hidden_NLI, named) = original.model.layers[0], inputs[0]
     with torch.no_grad():
         target_NLI = block(hidden_NLI, **named)
         errors = [
-            float(loss_of(block, own_weights(weights), hidden_NLI, named, target_NLI))
+            float(loss_of(block, of_first_block(weights), hidden_NLI, named, target_NLI))
             for weights in (plain, tuned)
         ]
     assert errors[1] < 0.8 * errors[0]
     settings = json.loads((job.out / "report.json").read_text())["settings"]
     assert (settings["algorithm"]["iters"], settings["algorithm"]["lr"]) == (40, 1 / 40)
-    again = weights_of(job.model_copy(update={"out": place / "again"}))
+    again = weights_of(job.model_copy(update={"out": job.out.with_name("again")}))
     assert all(torch.equal(again[key], value) for key, value in tuned.items())
 
 
-def own_weights(weights):
+def of_first_block(weights):
     prefix = "model.layers.0."
     return {key[len(prefix) :]: value for key, value in weights.items() if key.startswith(prefix)}
 
 
-def test_bf16_weights_are_the_grid_in_bf16_where_the_cpu_computes_in_it(place):
-    job = make_job(place, f"autoround-b4-g{GROUP}-i2", dtype="bf16")
+def test_bf16_weights_are_the_grid_in_bf16_where_the_cpu_computes_in_it(job_of):
+    job = job_of(f"autoround-b4-g{GROUP}-i2", dtype="bf16")
     if "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
         with pytest.raises(UserError, match="this one has none; give --dtype fp32"):
             run_job(job)
@@ -224,20 +205,21 @@ def test_bf16_weights_are_the_grid_in_bf16_where_the_cpu_computes_in_it(place):
 @pytest.mark.stress
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_has_all_linears_on_their_grids_and_nothing_else(tmp_path, name):
-    weights = weights_of(make_job(tmp_path, f"autoround-b3-g{GROUP}-asym-i1", name))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert weights.keys() == {f"{linear}.weight" for linear in block_linears(model)}
-    for key, held_OI in weights.items():
-        expected_OI = on_grid(model.get_parameter(key).detach(), 3, symmetric=False)
-        assert share_equal(held_OI, expected_OI) > 0.999, key
+    sizes = WIDE | ({"head_dim": 32} if name == "qwen3" else {})
+    # smollm3's settings are of three blocks
+    sizes |= {} if name == "smollm3" else {"num_hidden_layers": 2}
+    directory = make_model(tmp_path / "model", name, **sizes)
+    job = make_job(directory, f"autoround-b3-g{GROUP}-asym-i1", tmp_path / "out", IDS)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    check_plain(weights_of(job), model, 3, symmetric=False)
 
 
-def test_what_auto_round_would_leave_out_is_refused(place):
+def test_what_auto_round_would_leave_out_is_refused(job_of):
     sizes = {"a.q": (32, 64), "a.k": (48, 64)}
     with pytest.raises(UserError, match=r"leaves out a\.k, 48 x 64: it takes multiples of 32"):
         check_linears(parse_spec("autoround-b3-g16"), sizes)
     with pytest.raises(UserError, match="batches of 8 sequences, and there are 7"):
-        run_job(make_job(place, "autoround-b3-g16", sequences=7))
+        run_job(job_of("autoround-b3-g16", IDS[:7]))
 
 
 DONE = "quantized 7/7 layers in the block, loss iter 0: 0.002 -> iter 9: {}"

@@ -5,124 +5,81 @@ Shapes: O output features, I input features, T calibration tokens, G groups of a
     group.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from quant_eval.libraries.job import WEIGHTS, Job, run_job
-from quant_eval.specs import parse_spec
+from quant_eval.libraries.awq_mappings import apply_fold, mappings_for
+from quant_eval.libraries.job import WEIGHTS, Report, run_job
+from tests.quant_eval.libraries.jobs import inputs_of, linears_by_input, make_job, random_ids
+from tests.quant_eval.models import ARCHITECTURES, make_model
 
-SEQUENCES, LENGTH, BATCH = 10, 32, 4  # the last batch is not full
-BLOCK_LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-BLOCK_LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+IDS = random_ids(10, 32, seed=3)
+BATCH = 4  # the last batch is not full
+# who reads what is scaled, by what absorbs the scales: all in Llama, those of linears in OLMo2
+FOLDS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.v_proj": ("self_attn.o_proj",),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.up_proj": ("mlp.down_proj",),
+}
+LINEARS = {
+    f"model.layers.{index}.{name}"
+    for index in range(2)
+    for names in FOLDS.values()
+    for name in names
+}
 
 
-def calibration_tokens():
-    return torch.randint(320, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(3))
+class Outcome(NamedTuple):
+    """The results of a job, and the original in float64 with the reported scales folded in."""
+
+    report: Report
+    weights: dict[str, Tensor]
+    scales: dict[str, Tensor]
+    original: dict[str, Tensor]
+    folded: Any
 
 
-def make_job(hf_dir, out, spec, dtype):
-    out.mkdir(parents=True)
-    save_file({"input_ids": calibration_tokens()}, out / "calibration.safetensors")
-    values = {
-        "hf_dir": hf_dir,
-        "spec": parse_spec(spec),
-        "calibration": out / "calibration.safetensors",
-    }
-    return Job(**values, dtype=dtype, device="cpu", batch_size=BATCH, threads=1, out=out)
-
-
-def load_original(hf_dir):
+def load_original(hf_dir) -> Any:
     """The model in float64, its weights as the directory holds them."""
     return AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="eager").double().eval()
 
 
-@pytest.fixture(scope="module")
-def olmo2(hf_dir, tmp_path_factory):
-    """3 bits, asymmetric groups of 16, fp32: report, weights, scales."""
-    job = make_job(hf_dir, tmp_path_factory.mktemp("awq") / "olmo2", "awq-b3-g16", "fp32")
-    return run_job(job), load_file(job.out / WEIGHTS), load_file(job.out / "scales.safetensors")
+@torch.no_grad()
+def outcome_of(hf_dir, out, spec: str, dtype: str) -> Outcome:
+    job = make_job(hf_dir, spec, out, IDS, dtype=dtype, batch_size=BATCH)
+    report, scales = run_job(job), load_file(job.out / "scales.safetensors")
+    model = load_original(hf_dir)
+    original = {name: value.clone() for name, value in model.state_dict().items()}
+    for absorbing, scales_I in scales.items():
+        index, name = absorbing.removeprefix("model.layers.").split(".", 1)
+        layer = model.model.layers[int(index)]
+        for reader in FOLDS[name]:
+            layer.get_submodule(reader).weight.mul_(scales_I)
+        for parameter in layer.get_submodule(name).parameters():
+            parameter.div_(scales_I if parameter.ndim == 1 else scales_I[:, None])
+    return Outcome(report, load_file(job.out / WEIGHTS), scales, original, model)
 
 
 @pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory):
-    """A Llama in bf16 with biases, norms that are not identities, and as many value as query
-    heads.
-    """
-    shape: dict[str, Any] = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-    }
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(**shape, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
-    directory = tmp_path_factory.mktemp("llama") / "model"
-    model.bfloat16().save_pretrained(directory)
-    return directory
+def olmo2(hf_dir, tmp_path_factory) -> Outcome:
+    """3 bits, asymmetric groups of 16, fp32."""
+    return outcome_of(hf_dir, tmp_path_factory.mktemp("awq") / "olmo2", "awq-b3-g16", "fp32")
 
 
 @pytest.fixture(scope="module")
-def llama(llama_dir, tmp_path_factory):
-    """4 bits, symmetric rows, bf16: report, weights, scales."""
-    job = make_job(
-        llama_dir, tmp_path_factory.mktemp("awq") / "llama", "awq-b4-perchannel-sym", "bf16"
-    )
-    return run_job(job), load_file(job.out / WEIGHTS), load_file(job.out / "scales.safetensors")
-
-
-def fold_values_and_gates(model, scales):
-    """The two exact folds of OLMo2, written out."""
-    with torch.no_grad():
-        for index, layer in enumerate(model.model.layers):
-            prefix = f"model.layers.{index}."
-            for smooth, balanced, name in (
-                (layer.self_attn.v_proj, layer.self_attn.o_proj, "self_attn.v_proj"),
-                (layer.mlp.up_proj, layer.mlp.down_proj, "mlp.up_proj"),
-            ):
-                scales_I = scales[prefix + name].double()
-                balanced.weight *= scales_I
-                smooth.weight /= scales_I[:, None]
-                if smooth.bias is not None:
-                    smooth.bias /= scales_I
-
-
-def fold_norms(model, scales):
-    """The two folds that Llama has besides."""
-    with torch.no_grad():
-        for index, layer in enumerate(model.model.layers):
-            attention, mlp = layer.self_attn, layer.mlp
-            for norm, readers, name in (
-                (
-                    layer.input_layernorm,
-                    [attention.q_proj, attention.k_proj, attention.v_proj],
-                    "input_layernorm",
-                ),
-                (
-                    layer.post_attention_layernorm,
-                    [mlp.gate_proj, mlp.up_proj],
-                    "post_attention_layernorm",
-                ),
-            ):
-                scales_I = scales[f"model.layers.{index}.{name}"].double()
-                norm.weight /= scales_I
-                for reader in readers:
-                    reader.weight *= scales_I
-
-
-def logits_of(model):
-    with torch.no_grad():
-        return model(input_ids=calibration_tokens()[:2]).logits
+def llama(tmp_path_factory) -> Outcome:
+    """4 bits, symmetric rows, bf16: a Llama with biases, and as many value as query heads."""
+    root = tmp_path_factory.mktemp("awq")
+    made = make_model(root / "made", "llama", num_hidden_layers=2, num_key_value_heads=4)
+    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.bfloat16)
+    model.save_pretrained(root / "model")
+    return outcome_of(root / "model", root / "llama", "awq-b4-perchannel-sym", "bf16")
 
 
 def grid_steps(weight_OI, bits, group_size, symmetric):
@@ -144,68 +101,41 @@ def rounded(weight_OI, bits, group_size, symmetric):
     return (codes_OGK.clamp(lowest, lowest + 2**bits - 1) * steps).reshape(weight_OI.shape)
 
 
-def test_folding_alone_leaves_the_logits(hf_dir, olmo2):
-    model = load_original(hf_dir)
-    expected = logits_of(model)
-    fold_values_and_gates(model, olmo2[2])
-    assert any((scales_I / scales_I.mean() - 1).abs().max() > 0.1 for scales_I in olmo2[2].values())
-    torch.testing.assert_close(
-        logits_of(model), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
-    )
+def share_rounded(held_OI, weight_OI) -> float:
+    """Share of weights at the nearest of 8 points, asymmetric groups of 16.
+
+    fp32 against float64: a weight, or a zero point, next to a rounding boundary may go the other
+    way.
+    """
+    expected_OI = rounded(weight_OI, 3, 16, symmetric=False)
+    close_OI = (held_OI - expected_OI).abs() <= 1e-5 * weight_OI.abs().max()
+    return float(close_OI.double().mean())
 
 
-def test_folding_alone_leaves_the_logits_of_llama(llama_dir, llama):
-    model = load_original(llama_dir)
-    expected = logits_of(model)
-    fold_norms(model, llama[2])
-    fold_values_and_gates(model, llama[2])
-    assert any((scales_I / scales_I.mean() - 1).abs().max() > 0.1 for scales_I in llama[2].values())
-    torch.testing.assert_close(
-        logits_of(model), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
-    )
+def test_weights_are_the_scaled_ones_on_their_grid(olmo2):
+    assert olmo2.weights.keys() == {f"{name}.weight" for name in LINEARS}
+    for name, held_OI in olmo2.weights.items():
+        assert share_rounded(held_OI, olmo2.folded.get_parameter(name).detach()) >= 0.99, name
 
 
-def test_weights_are_the_scaled_ones_on_their_grid(hf_dir, olmo2):
-    model = load_original(hf_dir)
-    fold_values_and_gates(model, olmo2[2])
-    names = [f"model.layers.{i}.{name}.weight" for i in range(2) for name in BLOCK_LINEARS]
-    assert sorted(olmo2[1]) == sorted(names)
-    for name in names:
-        weight_OI = model.get_parameter(name).detach()
-        expected_OI = rounded(weight_OI, 3, 16, symmetric=False)
-        # fp32 against float64: a weight, or a zero point, next to a rounding boundary may go the
-        # other way
-        close_OI = (olmo2[1][name] - expected_OI).abs() <= 1e-5 * weight_OI.abs().max()
-        assert close_OI.double().mean() >= 0.99, name
-        for group_OK in olmo2[1][name].reshape(-1, 16)[:8]:
-            assert len(group_OK.unique()) <= 8
-
-
-def test_bf16_weights_norms_and_biases_are_the_scaled_ones(llama_dir, llama):
-    model = load_original(llama_dir)
-    original = {name: value.clone() for name, value in model.state_dict().items()}
-    fold_norms(model, llama[2])
-    fold_values_and_gates(model, llama[2])
-    linears = {f"model.layers.{i}.{name}.weight" for i in range(2) for name in BLOCK_LINEARS}
-    scaled = {
-        name for name, value in model.state_dict().items() if not torch.equal(value, original[name])
-    }
-    assert set(llama[1]) == linears | scaled
-    assert {name.rsplit(".", 2)[1] for name in scaled - linears} >= {
-        "post_attention_layernorm",
-        "v_proj",
-        "up_proj",
-    }
-    for name, weight in llama[1].items():
+def test_bf16_weights_norms_and_biases_are_the_scaled_ones(llama):
+    exact, linears = llama.folded.state_dict(), {f"{name}.weight" for name in LINEARS}
+    scaled = {name for name in exact if not torch.equal(exact[name], llama.original[name])}
+    assert llama.scales.keys() == {f"model.layers.{i}.{name}" for i in range(2) for name in FOLDS}
+    assert llama.weights.keys() == linears | scaled
+    # biases, and a norm
+    changed = {name.rsplit(".", 2)[1] for name in scaled - linears}
+    assert changed >= {"input_layernorm", "v_proj", "up_proj"}
+    for name, weight in llama.weights.items():
         assert weight.dtype == torch.bfloat16
-        exact = model.state_dict()[name]
         if name in linears:
-            steps, _ = grid_steps(exact, 4, exact.shape[1], symmetric=True)
+            steps, _ = grid_steps(exact[name], 4, exact[name].shape[1], symmetric=True)
             # half a step, and bf16's roundings of weight, step and product, 2^-9 of up to 8 steps
             # each
-            assert ((weight - exact).abs() <= (0.5 + 5 * 8 * 2**-9) * steps[:, 0]).all(), name
+            limit = (0.5 + 5 * 8 * 2**-9) * steps[:, 0]
+            assert ((weight - exact[name]).abs() <= limit).all(), name
         else:
-            torch.testing.assert_close(weight.double(), exact, rtol=2**-8, atol=0)
+            torch.testing.assert_close(weight.double(), exact[name], rtol=2**-8, atol=0)
 
 
 def test_scales_are_the_best_of_the_grid_on_every_calibration_token(hf_dir, olmo2):
@@ -213,40 +143,49 @@ def test_scales_are_the_best_of_the_grid_on_every_calibration_token(hf_dir, olmo
     down_proj's output.
     """
     model = load_original(hf_dir)
-    seen: list[torch.Tensor] = []
-    linear: nn.Linear = model.model.layers[1].mlp.down_proj
-    linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
-    with torch.no_grad():
-        model(input_ids=calibration_tokens())
-    inputs_TI = seen[0].reshape(SEQUENCES * LENGTH, -1)
-    weight_OI = linear.weight.detach()
+    inputs_TI = inputs_of(model, "model.layers.1.mlp.down_proj", IDS)
+    weight_OI = model.model.layers[1].mlp.down_proj.weight.detach()
     groups_OGK = weight_OI.abs().reshape(len(weight_OI), -1, 16)
-    size_I = (
-        (groups_OGK / (groups_OGK.amax(-1, keepdim=True) + 1e-6)).reshape(weight_OI.shape).mean(0)
-    )
-    mean_I = inputs_TI.abs().mean(0)
+    shares_OGK = groups_OGK / (groups_OGK.amax(-1, keepdim=True) + 1e-6)
+    size_I, mean_I = shares_OGK.reshape(weight_OI.shape).mean(0), inputs_TI.abs().mean(0)
     candidates = [torch.ones_like(mean_I)]
     candidates += [mean_I ** (k / 18) / (size_I ** (1 - k / 18) + 1e-4) for k in range(19)]
     errors = []
     for scales_I in candidates:
         difference_OI = rounded(weight_OI * scales_I, 3, 16, symmetric=False) / scales_I - weight_OI
         errors.append(float((inputs_TI @ difference_OI.T).square().mean()))
-    best = errors.index(min(errors))
-    found_I = olmo2[2]["model.layers.1.mlp.up_proj"].double()
-    ratio_I = found_I / candidates[best]  # the library normalises by a common factor
-    torch.testing.assert_close(
-        ratio_I / ratio_I.mean(), torch.ones_like(ratio_I), rtol=1e-3, atol=0
-    )
+    found_I = olmo2.scales["model.layers.1.mlp.up_proj"].double()
+    ratio_I = found_I / candidates[errors.index(min(errors))]
+    # the library normalises by a common factor
+    even_I = torch.ones_like(ratio_I)
+    torch.testing.assert_close(ratio_I / ratio_I.mean(), even_I, rtol=1e-3, atol=0)
     assert min(errors) < 0.99 * errors[0]
 
 
 def test_the_report_says_what_was_scaled(olmo2):
-    report = olmo2[0]
-    assert report.settings["folds"] == [
-        "self_attn.v_proj -> self_attn.o_proj",
-        "mlp.up_proj -> mlp.down_proj",
-    ]
-    assert set(report.settings["unscaled"]) == set(BLOCK_LINEARS) - {
-        "self_attn.o_proj",
-        "mlp.down_proj",
-    }
+    scaled = ("self_attn.v_proj", "mlp.up_proj")
+    folds = [f"{name} -> {reader}" for name in scaled for reader in FOLDS[name]]
+    assert olmo2.report.settings["folds"] == folds
+    norms = [FOLDS[name] for name in FOLDS if name not in scaled]
+    assert olmo2.report.settings["unscaled"].keys() == {name for names in norms for name in names}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_rounded_after_the_folds_it_reports(tmp_path, name, heads):
+    directory = make_model(tmp_path / "model", name, num_key_value_heads=heads)
+    job = make_job(directory, "awq-b3-g16", tmp_path / "out", random_ids(20, 64))
+    report, scales = run_job(job), load_file(job.out / "scales.safetensors")
+    model, weights = load_original(directory), load_file(job.out / WEIGHTS)
+    mappings = mappings_for(model)
+    assert report.settings["folds"] == [str(fold) for fold in mappings.folds]
+    for index, block in enumerate(model.get_submodule(mappings.blocks).children()):
+        for fold in mappings.folds:
+            scales_I = scales.pop(f"{mappings.blocks}.{index}.{fold.smooth}")
+            apply_fold(block, fold, scales_I.double())
+    assert not scales
+    for linears in linears_by_input(directory):
+        for linear in linears:
+            weight_OI = model.get_parameter(f"{linear}.weight").detach()
+            assert share_rounded(weights[f"{linear}.weight"], weight_OI) > 0.99, linear

@@ -20,9 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def process(tmp_path, monkeypatch):
-    """`process(script)` makes that shell script what run_job starts; its arguments are -m MODULE
-    JOB.json.
-    """
+    """`process(script)`: run_job starts that shell script, with arguments -m MODULE JOB.json."""
 
     def becomes(script: str) -> None:
         path = tmp_path / "process.sh"
@@ -59,13 +57,11 @@ def test_the_process_gets_the_job_and_its_report_comes_back(tmp_path, monkeypatc
     job = Job.model_validate_json((tmp_path / "out" / "job.json").read_text())
     assert job.spec == parse_spec("gptqmodel-b4-g128")
     # relative paths are the caller's, and the process works elsewhere
-    assert (job.hf_dir, job.calibration) == (
-        tmp_path / "model",
-        tmp_path / "calibration.safetensors",
-    )
-    place = Path((tmp_path / "cwd").read_text().strip())
-    assert place != tmp_path
-    assert not place.exists()
+    assert job.hf_dir == tmp_path / "model"
+    assert job.calibration == tmp_path / "calibration.safetensors"
+    directory = Path((tmp_path / "cwd").read_text().strip())
+    assert directory != tmp_path
+    assert not directory.exists()
     assert "OMP_NUM_THREADS=3\n" in (tmp_path / "env").read_text()
 
 
@@ -90,14 +86,8 @@ def test_a_library_that_computed_elsewhere_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("script", "line"),
     [
-        (
-            "echo warning >&2; echo 'error: use a larger damp' >&2; exit 2",
-            "spec gptqmodel-b4-g128: use a larger damp",
-        ),
-        (
-            "echo Traceback >&2; echo 'ValueError: x' >&2; exit 1",
-            "ended with exit code 1: ValueError: x",
-        ),
+        ("echo warning >&2; echo 'error: use a larger damp' >&2; exit 2", ": use a larger damp"),
+        ("echo Traceback >&2; echo 'ValueError: x' >&2; exit 1", "exit code 1: ValueError: x"),
         ("exit 1", "ended with exit code 1: no message"),
         ("kill -9 $$", "was killed, most likely for memory"),
     ],
@@ -108,6 +98,7 @@ def test_a_failure_is_one_line_and_leaves_no_result(tmp_path, process, script, l
     process(script)
     with pytest.raises(UserError) as refused:
         run_job(job_in(tmp_path))
+    assert str(refused.value).startswith("spec gptqmodel-b4-g128: ")
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / WEIGHTS).exists()

@@ -17,24 +17,17 @@ GRID = ReportedGrid(torch.full((1, 2), 0.5), torch.full((1, 2), 4))
 
 
 def check(after=AFTER, grid=GRID, linears=("q",), spec="autoround-b3-g2", moves_errors=False):
-    grids = {"q": grid} if grid else {}
-    return check_outcome(
-        "lib",
-        after,
-        iter(BEFORE.items()),
-        grids,
-        linears,
-        typed(LibrarySpec, spec),
-        moves_errors=moves_errors,
-    )
+    grids, asked = {"q": grid} if grid else {}, typed(LibrarySpec, spec)
+    before = iter(BEFORE.items())
+    return check_outcome("lib", after, before, grids, linears, asked, moves_errors=moves_errors)
 
 
 def weights(*values):
     return {"after": AFTER | {"q.weight": torch.tensor([values])}}
 
 
-def test_the_linears_are_returned():
-    assert check().keys() == {"q.weight"}
+def grid(scales_OG=GRID.scales_OG, zeros_OG=GRID.zeros_OG, groups_I=None):
+    return {"grid": ReportedGrid(scales_OG, zeros_OG, groups_I)}
 
 
 @pytest.mark.parametrize(
@@ -43,13 +36,10 @@ def test_the_linears_are_returned():
         ({"grid": None}, "lib left out q;"),
         ({"linears": ("q", "k")}, "lib left out k;"),
         ({"linears": ()}, "lib left out q;"),
-        ({"grid": ReportedGrid(torch.full((1, 1), 0.5), torch.full((1, 1), 4))}, "groups of 4 ins"),
-        (
-            {"grid": ReportedGrid(GRID.scales_OG, GRID.zeros_OG, torch.tensor([0, 0, 0, 1]))},
-            "took groups",
-        ),
-        ({"grid": ReportedGrid(GRID.scales_OG, torch.full((1, 2), 3))}, "an asymmetric grid inst"),
-        ({"grid": ReportedGrid(torch.full((1, 2), torch.nan), GRID.zeros_OG)}, "left q off its gr"),
+        (grid(torch.full((1, 1), 0.5), torch.full((1, 1), 4)), "groups of 4 inst"),
+        (grid(groups_I=torch.tensor([0, 0, 0, 1])), "took groups"),
+        (grid(zeros_OG=torch.full((1, 2), 3)), "an asymmetric grid inst"),
+        (grid(torch.full((1, 2), torch.nan)), "left q off its gr"),
         (weights(-2.0, 1.0, 0.6, 0.0), "left q off its grid"),
         (weights(-2.0, 2.0, 0.5, 0.0), "left q off its grid"),  # one above the highest code
         (weights(-2.5, 1.0, 0.5, 0.0), "left q off its grid"),
@@ -69,6 +59,7 @@ def test_a_fault_is_refused(fault, line):
 
 
 def test_a_method_that_moves_errors_may_move_a_weight_by_any_number_of_steps():
+    assert check().keys() == {"q.weight"}
     assert check(**weights(1.0, 1.0, 0.5, 0.0), moves_errors=True)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import make_hf_directory
-from tests.quant_eval.saved.examples import SPECS, Example, make_gpt_neox, save_example
+from tests.quant_eval.models import make_model
+from tests.quant_eval.saved.examples import SPECS, Example, save_example
 
 
 @pytest.fixture(scope="session")
@@ -25,8 +26,14 @@ def source(tmp_path_factory, tokenizer_dir) -> Path:
 
 @pytest.fixture(scope="session")
 def neox(tmp_path_factory, tokenizer_dir) -> Path:
-    """A GPT-NeoX with a tokenizer."""
-    directory = make_gpt_neox(tmp_path_factory.mktemp("gptq") / "neox")
+    """A Pythia with a tokenizer: fused query_key_value, biases, lm_head under another name."""
+    directory = make_model(
+        tmp_path_factory.mktemp("gptq") / "neox",
+        "gpt_neox",
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+    )
     return Path(shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True))
 
 

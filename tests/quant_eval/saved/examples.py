@@ -1,23 +1,31 @@
-"""Small quantized models: codes and grids from `fit_grid`, groups in any order, zeros at both
-ends of the codes.
+"""Small quantized models, saved: rounded with groups in any order and zeros at both ends of the
+codes, or the blocks that were measured.
 
-Shapes: O output features, I input features, G groups of a row, K inputs of a group, N blocks, L
-    tokens.
+Shapes: O output features, I input features, N sequences, L tokens, V vocabulary.
 """
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from base.ranks import ALONE
+from ckpt_tools.formats.weights import DTYPES
 from quant_eval.group import Rounded
+from quant_eval.measuring.walk import Variant, walk
+from quant_eval.model.streamed import Block
 from quant_eval.quantizer import ColumnSpec, GridSpec
-from quant_eval.rounding.grid import fit_grid
+from quant_eval.rounding.gptq import gptq, prepare
+from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.saved.checkpoint import CheckpointWriter
+from quant_eval.settings import ComputeSettings
+from quant_eval.specs import parse_spec
 from tests.conftest import VOCAB_SIZE
+from tests.quant_eval.models import open_model
 from tests.quant_eval.specs import grid_spec
 
 # All widths, symmetries, kinds of groups and orders; every width with a zero that a 'gptq'
@@ -34,6 +42,11 @@ SPECS = (
     "gptq-b8-perchannel-actorder-s16",
     "gptq-b8-g16-asym-actorder-s16",
 )
+BY_TRANSFORMERS = (
+    "gptq-b3-g32-asym-actorder-s16",
+    "gptq-b4-g32-asym-s16",
+    "gptq-b4-g32-groupaware-s16",
+)
 
 
 @dataclass(frozen=True)
@@ -46,42 +59,15 @@ class Example:
     dense: PreTrainedModel  # the model with the quantized weights, fp32
 
 
-def input_order(num_inputs: int, spec: GridSpec, generator: torch.Generator) -> Tensor:
-    """The order in which inputs are put into groups, int64 [I]."""
-    order = spec.order if isinstance(spec, ColumnSpec) else "natural"
-    if order == "actorder":
-        return torch.randperm(num_inputs, generator=generator)
-    if order == "groupaware":
-        groups = num_inputs // (spec.group_size or num_inputs)
-        return (
-            torch.arange(num_inputs)
-            .view(groups, -1)[torch.randperm(groups, generator=generator)]
-            .flatten()
-        )
-    return torch.arange(num_inputs)
-
-
 def round_linear(weight_OI: Tensor, spec: GridSpec, generator: torch.Generator) -> Rounded:
-    """Nearest points of a grid with fp16 scales; the first row has no negative weight, the
+    """Rounded on uncorrelated inputs of random sizes; the first row has no negative weight, the
     second no positive one.
     """
-    num_outputs, num_inputs = weight_OI.shape
-    order_I = input_order(num_inputs, spec, generator)
-    ordered_OI = weight_OI.double()[:, order_I]
-    ordered_OI[0], ordered_OI[1] = ordered_OI[0].abs(), -ordered_OI[1].abs()
-    weight_KOG = (
-        ordered_OI.float().view(num_outputs, -1, spec.group_size or num_inputs).permute(2, 0, 1)
-    )
-    grid = fit_grid(weight_KOG, spec)
-    codes_OI = (grid.steps(weight_KOG) - grid.lowest).permute(1, 2, 0).flatten(1).to(torch.uint8)
-    groups = weight_KOG.shape[2]
-    groups_I = torch.empty(num_inputs, dtype=torch.int32)
-    groups_I[order_I] = torch.arange(groups, dtype=torch.int32).repeat_interleave(
-        num_inputs // groups
-    )
-    natural_OI = torch.empty_like(codes_OI)
-    natural_OI[:, order_I] = codes_OI
-    return Rounded(natural_OI, grid.scale, (-grid.lowest).to(torch.uint8), groups_I)
+    weight_OI = torch.cat([weight_OI[:1].abs(), -weight_OI[1:2].abs(), weight_OI[2:]])
+    if not isinstance(spec, ColumnSpec):
+        return round_to_nearest(weight_OI, spec)
+    sizes_I = torch.rand(weight_OI.shape[1], generator=generator, dtype=torch.float64)
+    return gptq(weight_OI, prepare(sizes_I.diag(), spec, "example"), spec)
 
 
 def save_example(
@@ -108,26 +94,30 @@ def save_example(
     return Example(out, spec, rounded, model.eval())
 
 
-def make_gpt_neox(directory: Path) -> Path:
-    """A random Pythia: fused query_key_value, biases, lm_head under the name embed_out."""
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        eos_token_id=0,
-        bos_token_id=0,
-        tie_word_embeddings=False,
-    )
-    model = GPTNeoXForCausalLM(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(std=0.15)
-    model.save_pretrained(directory)
-    return directory
+@dataclass(frozen=True)
+class Measured:
+    """A checkpoint, and the model whose blocks were quantized."""
+
+    out: Path
+    model: Any
+
+
+def save_measured(hf_dir: Path, out: Path, name: str, dtype: Literal["fp32", "bf16"]) -> Measured:
+    """Quantize block by block as a measurement does, calibrated on `input_ids`, and save."""
+    spec = parse_spec(name)
+    model: Any = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=DTYPES[dtype])
+    streamed = open_model(hf_dir, DTYPES[dtype])
+    settings = ComputeSettings(dtype=dtype, batch_size=4, device="cpu")
+    ids_NL = input_ids() if spec.needs_calibration else None
+    with CheckpointWriter(hf_dir, out, spec, dtype).collecting() as writer:
+
+        def finished(index: int, block: Block) -> None:
+            writer.add_block(index, block)
+            model.model.layers[index] = copy.deepcopy(block.module)
+
+        walk(streamed, [Variant(spec, ids_NL, None, writer.add, finished)], None, settings, ALONE)
+        writer.finish({})
+    return Measured(out, model.eval())
 
 
 def input_ids() -> Tensor:

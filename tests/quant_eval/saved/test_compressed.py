@@ -18,8 +18,7 @@ from ckpt_tools.formats.weights import DTYPES
 from quant_eval.model.streamed import StreamedModel
 from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.saved.checkpoint import CheckpointWriter, SavedWeights
-from tests.quant_eval.saved.blocks import Measured, save_measured
-from tests.quant_eval.saved.examples import input_ids, logits_of
+from tests.quant_eval.saved.examples import Measured, input_ids, logits_of, save_measured
 from tests.quant_eval.specs import grid_spec
 
 # transformers converts scales to the model's dtype, so fp32 is exact; it unpacks MX formats and

@@ -18,11 +18,8 @@ from tests.published import make_published
 from tests.quant_eval.saved.examples import SPECS, save_example
 
 PACK_FACTOR = {2: (16, 1), 3: (32, 3), 4: (8, 1), 8: (4, 1)}  # values in as many words
-SYMMETRIC_ZERO = {
-    2: 0x55555555,
-    4: 0x77777777,
-    8: 0x7F7F7F7F,
-}  # 2^(bits - 1) - 1 everywhere: version 1
+# 2^(bits - 1) - 1 everywhere: version 1
+SYMMETRIC_ZERO = {2: 0x55555555, 4: 0x77777777, 8: 0x7F7F7F7F}
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -50,9 +47,8 @@ def test_files_are_what_vllm_creates_its_parameters_for(name, examples, source):
             assert (tensors[f"{prefix}qzeros"] == SYMMETRIC_ZERO[spec.bits]).all()
     assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()} == wanted
     assert config["quant_method"] == "gptq"
-    assert (
-        config["checkpoint_format"] == config["format"] == ("gptq" if spec.symmetric else "gptq_v2")
-    )
+    form = "gptq" if spec.symmetric else "gptq_v2"
+    assert config["checkpoint_format"] == config["format"] == form
     assert (config["bits"], config["sym"], config["lm_head"]) == (spec.bits, spec.symmetric, False)
     assert config["group_size"] == (spec.group_size or -1)
     has_order = any((rounded.groups_I.diff() < 0).any() for rounded in example.rounded.values())

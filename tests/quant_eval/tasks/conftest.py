@@ -1,5 +1,6 @@
 """Two random models that answer differently, a tokenizer, and documents of all tasks."""
 
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +32,7 @@ def long_hf_dir(tmp_path_factory, tokenizer_dir) -> Path:
     directory = make_hf_directory(
         tmp_path_factory.mktemp("hf") / "long", max_position_embeddings=1024
     )
-    for path in tokenizer_dir.iterdir():
-        (directory / path.name).write_bytes(path.read_bytes())
-    return directory
+    return Path(shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True))
 
 
 @pytest.fixture(scope="session")

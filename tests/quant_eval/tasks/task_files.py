@@ -18,19 +18,19 @@ WORDS = (
 )
 SUBJECTS = {"anatomy": 6, "astronomy": 8, "world_religions": 7}
 ITEMS = {"arc_challenge": 14, "pubmedqa": 9}
-# task -> lm-eval's definition, split that is scored, split of the examples
+# task -> lm-eval's definition, split that is scored; examples are from "train"
 LM_EVAL = {
-    "arc_challenge": ("arc/arc_challenge.yaml", "test", "train"),
-    "arc_easy": ("arc/arc_easy.yaml", "test", "train"),
-    "openbookqa": ("openbookqa/openbookqa.yaml", "test", "train"),
-    "piqa": ("piqa/piqa.yaml", "validation", "train"),
-    "hellaswag": ("hellaswag/hellaswag.yaml", "validation", "train"),
-    "winogrande": ("winogrande/default.yaml", "validation", "train"),
-    "mathqa": ("mathqa/mathqa.yaml", "test", "train"),
-    "pubmedqa": ("pubmedqa/pubmedqa.yaml", "test", "train"),
-    "sciq": ("sciq/sciq.yaml", "test", "train"),
-    "social_iqa": ("siqa/siqa.yaml", "validation", "train"),
-    "commonsense_qa": ("commonsense_qa/default.yaml", "validation", "train"),
+    "arc_challenge": ("arc/arc_challenge.yaml", "test"),
+    "arc_easy": ("arc/arc_easy.yaml", "test"),
+    "openbookqa": ("openbookqa/openbookqa.yaml", "test"),
+    "piqa": ("piqa/piqa.yaml", "validation"),
+    "hellaswag": ("hellaswag/hellaswag.yaml", "validation"),
+    "winogrande": ("winogrande/default.yaml", "validation"),
+    "mathqa": ("mathqa/mathqa.yaml", "test"),
+    "pubmedqa": ("pubmedqa/pubmedqa.yaml", "test"),
+    "sciq": ("sciq/sciq.yaml", "test"),
+    "social_iqa": ("siqa/siqa.yaml", "validation"),
+    "commonsense_qa": ("commonsense_qa/default.yaml", "validation"),
 }
 
 
@@ -44,6 +44,9 @@ class Draw:
     def text(self, words: int) -> str:
         return " ".join(self.generator.choice(WORDS, words))
 
+    def texts(self, **words: int) -> dict[str, Any]:
+        return {field: self.text(count) for field, count in words.items()}
+
     def lettered(self, count: int, labels: str) -> dict[str, Any]:
         texts = [self.text(int(self.generator.integers(1, 4))) for _ in range(count)]
         choices = {"text": texts, "label": list(labels[:count])}
@@ -53,92 +56,56 @@ class Draw:
 def _arc(draw: Draw) -> dict[str, Any]:
     """Three to five choices, named by letters or by digits."""
     labels = ("ABCDE", "12345")[draw.which % 2]
-    return {
-        "id": draw.text(1),
-        "question": draw.text(5) + "?",
-        **draw.lettered(3 + draw.which, labels),
-    }
-
-
-def _piqa(draw: Draw) -> dict[str, Any]:
-    return {
-        "goal": draw.text(4),
-        "sol1": draw.text(3),
-        "sol2": draw.text(3),
-        "label": draw.which % 2,
-    }
+    return draw.texts(id=1, question=5) | draw.lettered(3 + draw.which, labels)
 
 
 def _hellaswag(draw: Draw) -> dict[str, Any]:
     endings = [f"[step] {draw.text(3)} [title] {draw.text(2)}" for _ in range(4)]
-    context = {"ctx_a": draw.text(5) + ".", "ctx_b": draw.text(1), "activity_label": draw.text(2)}
-    return {**context, "endings": endings, "label": str(draw.which)}
+    context = draw.texts(ctx_a=5, ctx_b=1, activity_label=2)
+    return context | {"endings": endings, "label": str(draw.which)}
 
 
 def _winogrande(draw: Draw) -> dict[str, Any]:
     sentence = f"{draw.text(3)} _ {draw.text(3)}."
-    options = {"option1": draw.text(1), "option2": draw.text(1)}
-    return {"sentence": sentence, **options, "answer": str(1 + draw.which % 2)}
-
-
-def _mathqa(draw: Draw) -> dict[str, Any]:
-    options = "a ) 38 , b ) 27.675 , c ) 30 , d ) data inadequate , e ) none of these"
-    return {"Problem": draw.text(5), "options": options, "correct": "abcde"[draw.which]}
+    return draw.texts(option1=1, option2=1) | {
+        "sentence": sentence,
+        "answer": str(1 + draw.which % 2),
+    }
 
 
 def _pubmedqa(draw: Draw) -> dict[str, Any]:
-    context = {
-        "contexts": [draw.text(6) for _ in range(1 + draw.which)],
-        "labels": ["A"] * (1 + draw.which),
-    }
-    decision = ("yes", "no", "maybe")[draw.which]
-    return {"pubid": 1, "question": draw.text(4), "context": context, "final_decision": decision}
+    count, decision = 1 + draw.which, ("yes", "no", "maybe")[draw.which]
+    context = {"contexts": [draw.text(6) for _ in range(count)], "labels": ["A"] * count}
+    return draw.texts(question=4) | {"pubid": 1, "context": context, "final_decision": decision}
 
 
 def _sciq(draw: Draw) -> dict[str, Any]:
-    distractors = {f"distractor{number}": draw.text(1) for number in (1, 2, 3)}
-    support = " " + draw.text(6)
-    return {
-        "support": support,
-        "question": draw.text(4),
-        "correct_answer": draw.text(1),
-        **distractors,
-    }
+    words = draw.texts(question=4, correct_answer=1, distractor1=1, distractor2=1, distractor3=1)
+    return words | {"support": " " + draw.text(6)}
 
 
-def _social_iqa(draw: Draw) -> dict[str, Any]:
-    answers = {f"answer{letter}": draw.text(3) for letter in "ABC"}
-    return {
-        "context": draw.text(4),
-        "question": draw.text(3),
-        **answers,
-        "label": str(1 + draw.which),
-    }
-
-
-def _mmlu(draw: Draw) -> dict[str, Any]:
-    choices = [draw.text(2) for _ in range(4)]
-    return {
-        "question": draw.text(5),
-        "subject": draw.text(1),
-        "choices": choices,
-        "answer": draw.which,
-    }
-
-
+MATHQA = "a ) 38 , b ) 27.675 , c ) 30 , d ) data inadequate , e ) none of these"
 DOCUMENTS: dict[str, Callable[[Draw], dict[str, Any]]] = {
     "arc_challenge": _arc,
     "arc_easy": _arc,
-    "openbookqa": lambda draw: {"question_stem": draw.text(4), **draw.lettered(4, "ABCD")},
-    "piqa": _piqa,
+    "openbookqa": lambda draw: draw.texts(question_stem=4) | draw.lettered(4, "ABCD"),
+    "piqa": lambda draw: draw.texts(goal=4, sol1=3, sol2=3) | {"label": draw.which % 2},
     "hellaswag": _hellaswag,
     "winogrande": _winogrande,
-    "mathqa": _mathqa,
+    "mathqa": lambda draw: (
+        draw.texts(Problem=5) | {"options": MATHQA, "correct": "abcde"[draw.which]}
+    ),
     "pubmedqa": _pubmedqa,
     "sciq": _sciq,
-    "social_iqa": _social_iqa,
-    "commonsense_qa": lambda draw: {"question": draw.text(5), **draw.lettered(5, "ABCDE")},
-    "mmlu": _mmlu,
+    "social_iqa": lambda draw: (
+        draw.texts(context=4, question=3, answerA=3, answerB=3, answerC=3)
+        | {"label": str(1 + draw.which)}
+    ),
+    "commonsense_qa": lambda draw: draw.texts(question=5) | draw.lettered(5, "ABCDE"),
+    "mmlu": lambda draw: (
+        draw.texts(question=5, subject=1)
+        | {"choices": [draw.text(2) for _ in range(4)], "answer": draw.which}
+    ),
 }
 
 
@@ -153,6 +120,11 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     """JSON Lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """JSON Lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_task_files(directory: Path) -> Path:
@@ -174,37 +146,28 @@ def own_task_manager(files: Path, work: Path) -> TaskManager:
     that has it.
     """
     for path in (files / "pubmedqa.jsonl", files / "pubmedqa.fewshot.jsonl"):
-        ours = [json.loads(line) for line in path.read_text().splitlines()]
-        original = [
-            {"QUESTION": document["question"], "CONTEXTS": document["context"]["contexts"]}
-            | {"final_decision": document["final_decision"]}
-            for document in ours
-        ]
-        write_lines(work / path.name, original)
-    for task, (definition, scored, examples) in LM_EVAL.items():
-        where = work if task == "pubmedqa" else files
-        data = {scored: where / f"{task}.jsonl", examples: where / f"{task}.fewshot.jsonl"}
-        _define(work, f"own_{task}", DEFINITIONS / definition, data)
+        for document in (ours := read_lines(path)):
+            document["QUESTION"] = document.pop("question")
+            document["CONTEXTS"] = document.pop("context")["contexts"]
+        write_lines(work / path.name, ours)
+    for task, (definition, scored) in LM_EVAL.items():
+        path = (work if task == "pubmedqa" else files) / task
+        _define(work, f"own_{task}", definition, path, scored, "train")
     for subject in SUBJECTS:
-        data = {
-            "test": files / f"mmlu/{subject}.jsonl",
-            "dev": files / f"mmlu/{subject}.fewshot.jsonl",
-        }
-        _define(
-            work, f"own_mmlu_{subject}", DEFINITIONS / f"mmlu/default/mmlu_{subject}.yaml", data
-        )
-    group = (
-        "group: own_mmlu\naggregate_metric_list:\n  - metric: acc\n    weight_by_size:"
-        " True\ntask:\n"
-    )
-    (work / "group.yaml").write_text(
-        group + "".join(f"  - own_mmlu_{subject}\n" for subject in SUBJECTS)
-    )
+        path = files / "mmlu" / subject
+        definition = f"mmlu/default/mmlu_{subject}.yaml"
+        _define(work, f"own_mmlu_{subject}", definition, path, "test", "dev")
+    lines = ["group: own_mmlu", "aggregate_metric_list:", "  - metric: acc"]
+    lines += ["    weight_by_size: True", "task:"]
+    lines += [f"  - own_mmlu_{subject}" for subject in SUBJECTS]
+    (work / "group.yaml").write_text("\n".join(lines) + "\n")
     return TaskManager(include_defaults=False, include_path=str(work))
 
 
-def _define(work: Path, name: str, definition: Path, data: dict[str, Path]) -> None:
-    lines = [f"include: {definition}", f"task: {name}", "dataset_path: json", "dataset_name: null"]
-    lines += ["dataset_kwargs:", f"  cache_dir: {work / 'cache'}", "  data_files:"]
-    lines += [f"    {split}: {path}" for split, path in data.items()]
+def _define(work: Path, name: str, definition: str, path: Path, scored: str, examples: str) -> None:
+    """A task of that definition, whose items and examples are beside each other."""
+    lines = [f"include: {DEFINITIONS / definition}", f"task: {name}"]
+    lines += ["dataset_path: json", "dataset_name: null", "dataset_kwargs:"]
+    lines += [f"  cache_dir: {work / 'cache'}", "  data_files:"]
+    lines += [f"    {scored}: {path}.jsonl", f"    {examples}: {path}.fewshot.jsonl"]
     (work / f"{name}.yaml").write_text("\n".join(lines) + "\n")

@@ -10,9 +10,9 @@ import lm_eval
 import pytest
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from scipy.stats import binomtest
 
 from quant_eval.paper_tasks import PAPER_TASKS, choose_tasks
+from quant_eval.tasks.paired import mcnemar_p_value
 from tests.quant_eval.tasks.task_files import DEFINITIONS, LM_EVAL, SUBJECTS, own_task_manager
 
 LEAVES = {task: [task] for task in LM_EVAL} | {"mmlu": [f"mmlu_{subject}" for subject in SUBJECTS]}
@@ -20,9 +20,12 @@ LEAVES = {task: [task] for task in LM_EVAL} | {"mmlu": [f"mmlu_{subject}" for su
 
 @pytest.fixture(scope="module")
 def measured(pair, settings_of, measure_tasks):
-    return measure_tasks(
-        pair.full, pair.quantized, pair.tokenizer, settings_of(*choose_tasks("paper"))
-    )
+    settings = settings_of(*choose_tasks("paper"))
+    measured = measure_tasks(pair.full, pair.quantized, pair.tokenizer, settings)
+    keys = ("only_full_correct", "only_quantized_correct")
+    discordant = {tuple(row[key] for key in keys) for row in measured["tasks"].values()}
+    assert len(discordant) > 5  # the two models do differ
+    return measured
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +58,28 @@ def items_of(result, task):
 
 
 @pytest.mark.parametrize("task", PAPER_TASKS)
-def test_every_item_and_their_mean_are_lm_evals(task, measured, own):
-    full, quantized = (items_of(result, task) for result in own)
-    assert measured["per_item"][task]["correct"] == "".join(str(int(item["acc"])) for item in full)
-    assert measured["per_item"][task]["correct_quantized"] == "".join(
-        str(int(item["acc"])) for item in quantized
-    )
-    figures = measured["tasks"][task]
-    assert figures["items"] == len(full)
+def test_every_item_and_what_follows_from_them_are_lm_evals(task, measured, own):
+    figures, answers = measured["tasks"][task], list[list[bool]]()
     assert figures["truncated_items"] == figures["unanswerable_items"] == 0
     for name, result in zip(("", "_quantized"), own, strict=True):
-        reported = result["results"][f"own_{task}"]
+        items, reported = items_of(result, task), result["results"][f"own_{task}"]
+        assert figures["items"] == len(items)
+        answers.append([item["acc"] == 1 for item in items])
+        correct = "".join(str(int(is_right)) for is_right in answers[-1])
+        assert measured["per_item"][task][f"correct{name}"] == correct
         # mmlu: lm-eval's group
         assert figures[f"accuracy{name}"] == pytest.approx(reported["acc,none"], abs=1e-12)
         if task != "mmlu":  # lm-eval pools variances within subjects there
-            assert figures[f"standard_error{name}"] == pytest.approx(
-                reported["acc_stderr,none"], rel=1e-9
-            )
+            error = pytest.approx(reported["acc_stderr,none"], rel=1e-9)
+            assert figures[f"standard_error{name}"] == error
+    full, quantized = answers
+    lost = sum(a and not b for a, b in zip(full, quantized, strict=True))
+    gained = sum(b and not a for a, b in zip(full, quantized, strict=True))
+    assert (figures["only_full_correct"], figures["only_quantized_correct"]) == (lost, gained)
+    assert figures["p_value"] == mcnemar_p_value(lost, gained)
+    degradation = Fraction(lost - gained, len(full) - sum(full))
+    assert figures["degradation"] == pytest.approx(float(degradation), abs=1e-12)
+    assert figures["difference"] == pytest.approx((lost - gained) / len(full), abs=1e-12)
 
 
 @pytest.mark.parametrize("task", PAPER_TASKS)
@@ -80,47 +88,20 @@ def test_the_models_are_asked_what_lm_eval_asks(task, measured, own):
     # examples are in there
     assert all("\n\n" in context for item in requests for context, _ in item)
     hashes = [hashlib.sha256(json.dumps(item).encode()).hexdigest() for item in requests]
-    assert (
-        measured["tasks"][task]["prompts_sha256"]
-        == hashlib.sha256("\n".join(hashes).encode()).hexdigest()
-    )
-
-
-@pytest.mark.parametrize("task", PAPER_TASKS)
-def test_paired_figures(task, measured, own):
-    full, quantized = ([item["acc"] == 1 for item in items_of(result, task)] for result in own)
-    figures = measured["tasks"][task]
-    lost = sum(a and not b for a, b in zip(full, quantized, strict=True))
-    gained = sum(b and not a for a, b in zip(full, quantized, strict=True))
-    assert (figures["only_full_correct"], figures["only_quantized_correct"]) == (lost, gained)
-    expected = binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
-    assert figures["p_value"] == pytest.approx(expected, rel=1e-12)
-    degradation = Fraction(lost - gained, len(full) - sum(full))
-    assert figures["degradation"] == pytest.approx(float(degradation), abs=1e-12)
-    assert figures["difference"] == pytest.approx((lost - gained) / len(full), abs=1e-12)
-
-
-def test_the_two_models_do_differ(measured):
-    """Otherwise the pairing above would not have been seen."""
-    discordant = {
-        (row["only_full_correct"], row["only_quantized_correct"])
-        for row in measured["tasks"].values()
-    }
-    assert len(discordant) > 5
+    digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    assert measured["tasks"][task]["prompts_sha256"] == digest
 
 
 def test_the_mean_counts_every_task_once(measured, own):
-    accuracy, accuracy_quantized = (
-        sum(result["results"][f"own_{task}"]["acc,none"] for task in PAPER_TASKS) / 12
-        for result in own
-    )
+    names = [f"own_{task}" for task in PAPER_TASKS]
+    full, quantized = ([result["results"][name]["acc,none"] for name in names] for result in own)
+    accuracy, accuracy_quantized = sum(full) / 12, sum(quantized) / 12
     mean = measured["mean"]
     assert mean["tasks"] == 12
     assert mean["items"] == sum(len(items_of(own[0], task)) for task in PAPER_TASKS)
     assert mean["accuracy"] == pytest.approx(accuracy, abs=1e-12)
-    assert mean["degradation"] == pytest.approx(
-        (accuracy - accuracy_quantized) / (1 - accuracy), abs=1e-12
-    )
+    degradation = (accuracy - accuracy_quantized) / (1 - accuracy)
+    assert mean["degradation"] == pytest.approx(degradation, abs=1e-12)
     low, high = mean["intervals"]["difference"]
     assert low < mean["difference"] < high
 

@@ -14,7 +14,7 @@ from base.errors import UserError
 from quant_eval.paper_tasks import PAPER_TASKS, choose_tasks
 from quant_eval.tasks.documents import hub_revision
 from quant_eval.tasks.loading import load_tasks
-from tests.quant_eval.tasks.task_files import write_lines
+from tests.quant_eval.tasks.task_files import read_lines, write_lines
 
 PIQA = {"goal": "to walk", "sol1": "use legs", "sol2": "use wings", "label": 0}
 
@@ -49,24 +49,17 @@ def test_tasks_are_chosen_by_name():
         ("", "holds no document"),
         ("{\n", ":1 is not JSON"),
         ("[1]\n", ":1 is not an object with the fields"),
+        ([PIQA, {"goal": "x", "sol1": "y", "label": 0}], ":2 is not an object with the fields"),
+        ([PIQA | {"id": 1}, PIQA | {"id": "b"}], "of the first line and their types"),
+        ([PIQA | {"label": "0"}], "document 1: its answer '0' is none of its 2 choices"),
+        ([PIQA, PIQA | {"label": 2}], "document 2: its answer 2 is none of its 2 choices"),
         (json.dumps(PIQA) + '\n\n{"id": ' + "1" * 5000 + "}", ":3 is not JSON .a number has too"),
-        (
-            json.dumps(PIQA) + "\n" + json.dumps({"goal": "x", "sol1": "y", "label": 0}),
-            ":2 is not an object with the fields of the first line",
-        ),
-        (json.dumps(PIQA | {"label": "0"}), "document 1: its answer '0' is none of its 2 choices"),
-        (
-            json.dumps(PIQA) + "\n" + json.dumps(PIQA | {"label": 2}),
-            "document 2: its answer 2 is none of its 2 choices",
-        ),
-        (
-            json.dumps(PIQA | {"id": 1}) + "\n" + json.dumps(PIQA | {"id": "b"}),
-            ":2 is not an object with the fields of the first line and their types",
-        ),
     ],
 )
 def test_unfit_files_are_refused(text, message, tmp_path, refused):
-    if text is not None:
+    if isinstance(text, list):
+        write_lines(tmp_path / "piqa.jsonl", text)
+    elif text is not None:
         (tmp_path / "piqa.jsonl").write_text(text)
     line = refused("piqa", shots=0)
     assert "piqa.jsonl" in line
@@ -82,16 +75,8 @@ def test_unfit_files_are_refused(text, message, tmp_path, refused):
         ("hellaswag", {"label": "7"}, "its answer 7 is none of its 4 choices"),
         ("hellaswag", {"endings": []}, "its answer . is none of its 0 choices"),
         ("social_iqa", {"label": "0"}, "its answer '-1' is none of its 3 choices"),
-        (
-            "commonsense_qa",
-            {"choices": {"text": ["one"], "label": ["A"]}},
-            "lm-eval cannot read it .UndefinedError",
-        ),
-        (
-            "pubmedqa",
-            {"context": {"labels": ["A"]}},
-            "not an object with the fields of the first line",
-        ),
+        ("commonsense_qa", {"choices": {"text": ["one"], "label": ["A"]}}, ".UndefinedError"),
+        ("pubmedqa", {"context": {"labels": ["A"]}}, "not an object with the fields of the first"),
         ("mathqa", {"options": "a ) 1 , b ) 2", "correct": "e"}, "its answer 4 is none of its"),
     ],
 )
@@ -100,10 +85,7 @@ def test_the_line_of_an_unfit_document_is_named(
     task, change, message, where, task_files, tmp_path, refused
 ):
     for suffix in ("", ".fewshot"):
-        lines = [
-            json.loads(line)
-            for line in (task_files / f"{task}{suffix}.jsonl").read_text().splitlines()
-        ]
+        lines = read_lines(task_files / f"{task}{suffix}.jsonl")
         if suffix == where:
             lines[2] |= change
         write_lines(tmp_path / f"{task}{suffix}.jsonl", lines)
@@ -126,10 +108,8 @@ def test_without_a_file_of_examples_they_are_the_other_items(
         prompt = loaded.task.fewshot_context(document, num_fewshot=5)
         assert sorted(prompt.split("to walk ")[1:][-1][:1]) == [str(number)]
         assert all(prompt.count(f"to walk {other}") == 1 for other in range(6))
-    assert (
-        measure_tasks(pair.full, pair.quantized, pair.tokenizer, settings)["tasks"]["piqa"]["items"]
-        == 6
-    )
+    measured = measure_tasks(pair.full, pair.quantized, pair.tokenizer, settings)
+    assert measured["tasks"]["piqa"]["items"] == 6
 
 
 def test_too_few_examples_are_refused(tmp_path, refused):
@@ -188,55 +168,49 @@ def test_without_network_or_cache_the_missing_dataset_is_named(monkeypatch, refu
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "dataset cais/mmlu of task mmlu cannot be loaded" in refused("mmlu", task_files=None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setitem(
-        PAPER_TASKS, "piqa", replace(PAPER_TASKS["piqa"], dataset="quantdyn/absent")
-    )
-    assert "dataset quantdyn/absent of task piqa cannot be loaded" in refused(
-        "piqa", task_files=None
-    )
+    absent = replace(PAPER_TASKS["piqa"], dataset="quantdyn/absent")
+    monkeypatch.setitem(PAPER_TASKS, "piqa", absent)
+    line = refused("piqa", task_files=None)
+    assert "dataset quantdyn/absent of task piqa cannot be loaded" in line
+
+
+@pytest.fixture
+def dataset(tmp_path, monkeypatch):
+    """Writes a task's splits into a directory, which stands for the hub's cache."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    def write(task, **splits):
+        for split, lines in splits.items():
+            write_lines(tmp_path / f"hub/{split}.jsonl", lines)
+        row = replace(PAPER_TASKS[task], dataset=str(tmp_path / "hub"), config=None)
+        monkeypatch.setitem(PAPER_TASKS, task, row)
+
+    return write
 
 
 def test_a_dataset_is_loaded_and_its_unanswerable_items_are_counted(
-    tmp_path, monkeypatch, pair, settings_of, measure_tasks
+    dataset, pair, settings_of, measure_tasks
 ):
-    """A directory stands for the hub's cache. lm-eval scores an item without answer as wrong."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    write_lines(tmp_path / "hub/train.jsonl", [piqa(number) for number in range(8)])
-    write_lines(
-        tmp_path / "hub/validation.jsonl", [piqa(number, label=number) for number in range(3)]
-    )
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setitem(
-        PAPER_TASKS, "piqa", replace(PAPER_TASKS["piqa"], dataset=str(tmp_path / "hub"))
-    )
+    """lm-eval scores an item without answer as wrong."""
+    scored = [piqa(number, label=number) for number in range(3)]
+    dataset("piqa", train=[piqa(number) for number in range(8)], validation=scored)
     measured = measure_tasks(
         pair.full, pair.quantized, pair.tokenizer, settings_of("piqa", task_files=None)
     )
     assert measured["tasks"]["piqa"]["unanswerable_items"] == 1
-    assert (
-        measured["per_item"]["piqa"]["correct"][2]
-        == measured["per_item"]["piqa"]["correct_quantized"][2]
-        == "0"
-    )
+    per_item = measured["per_item"]["piqa"]
+    assert per_item["correct"][2] == per_item["correct_quantized"][2] == "0"
 
 
-def test_pubmedqa_is_scored_on_all_labelled_items(tmp_path, monkeypatch, settings_of):
-    """The hub's copy has one split; a directory stands for it. No item is among its own
-    examples.
-    """
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def test_pubmedqa_is_scored_on_all_labelled_items(dataset, settings_of):
+    """The hub's copy has one split. No item is among its own examples."""
+    contexts = [{"contexts": [f"Abstract {number}."]} for number in range(5)]
     items = [
-        {
-            "question": f"Is {number} even?",
-            "context": {"contexts": [f"Abstract {number}."]},
-            "final_decision": answer,
-        }
-        for number, answer in enumerate(["yes", "no", "maybe", "yes", "no"])
+        {"question": "Is it even?", "context": context, "final_decision": answer}
+        for context, answer in zip(contexts, ["yes", "no", "maybe", "yes", "no"], strict=True)
     ]
-    write_lines(tmp_path / "hub/train.jsonl", items)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    row = replace(PAPER_TASKS["pubmedqa"], dataset=str(tmp_path / "hub"), config=None)
-    monkeypatch.setitem(PAPER_TASKS, "pubmedqa", row)
+    dataset("pubmedqa", train=items)
     (loaded,) = load_tasks(settings_of("pubmedqa", task_files=None))
     assert len(list(loaded.task.eval_docs)) == 5
     assert loaded.task.fewshot_cfg.split == loaded.task.config.test_split == "test"

@@ -1,6 +1,7 @@
 """A tiny model whose linears are replaced by y = L (L^T W T) (T^-1 x): nothing is rounded."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from quant_eval.casts.linear import CastLinear, shifted_bias
 from quant_eval.model.streamed import Block
 from quant_eval.transforms.fitting import fit_transform
-from quant_eval.transforms.placement import places_of
+from quant_eval.transforms.placement import Place, Places, places_of
 from train.model.families import SITES, family_of
 
 
@@ -21,6 +22,17 @@ def load(directory) -> Any:
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def rotated_mlp_inputs(rotation: str | None, width: int, block: int) -> Places:
+    """The rotation that a spec names, of the inputs of the MLP alone; `block` is DuQuant's."""
+    kinds = {
+        None: Place(width),
+        "had": Place(width, "hadamard"),
+        "rhad": Place(width, "hadamard", signs="own"),
+        "duquant": Place(width, "duquant", block=block),
+    }
+    return Places({"mlp_in": kinds[rotation]})
 
 
 def tokens() -> torch.Tensor:
@@ -50,13 +62,13 @@ def blocks(model) -> list[Block]:
 def inputs_of(model) -> dict[str, torch.Tensor]:
     """Inputs of each linear of the blocks, as tokens [N, I]."""
     read, hooks = {}, []
+
+    def keep(name, _, arguments):
+        read[name] = arguments[0].flatten(0, -2).double()
+
     for block in blocks(model):
         for name, linear in (item for group in block.linears() for item in group.items()):
-
-            def keep(_, arguments, name=name):
-                read[name] = arguments[0].flatten(0, -2).double()
-
-            hooks.append(linear.register_forward_pre_hook(keep))
+            hooks.append(linear.register_forward_pre_hook(partial(keep, name)))
     logits(model)
     for hook in hooks:
         hook.remove()
@@ -64,13 +76,13 @@ def inputs_of(model) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def transformed(model, read, spec, places=None) -> Any:
+def transformed(model, read, spec) -> Any:
     """A copy of the model with every linear of its blocks transformed, in fp32.
 
     `read` are its linears' inputs.
     """
     family = family_of(model.config)
-    places = places or places_of(spec, family, model.config)
+    places = places_of(spec, family, model.config)
     changed = copy.deepcopy(model)
     for number, block in enumerate(blocks(changed)):
         gains = {
@@ -98,6 +110,6 @@ def transformed(model, read, spec, places=None) -> Any:
                 if output is not None:
                     weight_OI = output.weight(weight_OI.T).T
                 bias = shifted_bias(linear.weight, linear.bias, transform)
-                own = CastLinear(weight_OI.float(), bias, transform, nn.Identity(), output)
-                changed.set_submodule(name, own)
+                replacement = CastLinear(weight_OI.float(), bias, transform, nn.Identity(), output)
+                changed.set_submodule(name, replacement)
     return changed

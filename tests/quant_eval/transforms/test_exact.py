@@ -8,7 +8,6 @@ from base.errors import UserError
 from quant_eval.specs import parse_spec
 from quant_eval.transforms import duquant
 from quant_eval.transforms.fitting import fit_transform
-from quant_eval.transforms.placement import Place, Places
 from quant_eval.transforms.steps import Transform
 from tests.quant_eval.models import ARCHITECTURES
 from tests.quant_eval.transforms.linears import (
@@ -17,6 +16,7 @@ from tests.quant_eval.transforms.linears import (
     load,
     logits,
     normal,
+    rotated_mlp_inputs,
     transformed,
 )
 
@@ -32,18 +32,14 @@ TRANSFORMS = [
     "baseq-smooth0.5-duquant8",
     "baseq-smooth0.7-rhad",
 ]
+CENTERED = "R1 cannot be fused on gpt_neox: LayerNorm subtracts the mean; give quarot"
+CLIPPED = "R2 cannot be fused on olmo with clip_qkv, which clips the values; give had"
 REFUSED = {
-    ("olmo2", "quarot-fused"): "R1 cannot be fused on olmo2: its norms follow the linears",
-    ("olmo", "quarot-fused"): "R2 cannot be fused on olmo with clip_qkv",
-    (
-        "olmo",
-        "quarot",
-    ): "R2 cannot be fused on olmo with clip_qkv, which clips the values; give had",
-    ("gpt_neox", "quarot-fused"): "R1 cannot be fused on gpt_neox: LayerNorm subtracts the mean",
-    (
-        "gpt_neox-sequential",
-        "quarot-fused",
-    ): "R1 cannot be fused on gpt_neox: LayerNorm subtracts the mean; give quarot",
+    ("olmo2", "quarot-fused"): "R1 cannot be fused on olmo2: its norms follow the linears; give",
+    ("olmo", "quarot-fused"): CLIPPED,
+    ("olmo", "quarot"): CLIPPED,
+    ("gpt_neox", "quarot-fused"): CENTERED,
+    ("gpt_neox-sequential", "quarot-fused"): CENTERED,
 }
 
 
@@ -84,14 +80,6 @@ def test_the_linears_do_compute_in_another_basis(models):
     assert difference(changed, reference) > 0.1
 
 
-PLACES = {
-    None: Place(48),
-    "had": Place(48, "hadamard"),
-    "rhad": Place(48, "hadamard", signs="own"),
-    "duquant": Place(48, "duquant", block=8),
-}
-
-
 @pytest.mark.parametrize("transform", ["had", "rhad", "duquant8", "smooth0.5", "smooth0.5-had"])
 def test_objective_of_rounding_is_the_same_in_both_bases(transform):
     """tr(dW H dW^T) of a change dW = dW' T^-1, with outliers of 30 in the inputs."""
@@ -100,7 +88,7 @@ def test_objective_of_rounding_is_the_same_in_both_bases(transform):
     hessian_II = x_NI.T @ x_NI / len(x_NI)
     inputs = {"hessian_II": hessian_II, "largest_I": x_NI.abs().amax(0)}
     spec = parse_spec(f"rtn-b4-g8-{transform}")
-    places = Places({"mlp_in": PLACES[spec.rotation]})
+    places = rotated_mlp_inputs(spec.rotation, 48, block=8)
     fitted = fit_transform(spec, "mlp_in", places, normal(8, 48, seed=1).float(), 3, **inputs)
     change_OI = normal(8, 48, seed=2)
     inside = change_OI @ fitted.hessian(hessian_II) @ change_OI.T

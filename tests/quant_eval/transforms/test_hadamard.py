@@ -30,12 +30,6 @@ def test_orthogonal_with_entries_of_one_size(width):
     for matrix in (step.left_AA, step.right_BB):
         assert float((matrix @ matrix.T - eye(len(matrix))).abs().max()) < 1e-12
         assert float((matrix.square() * len(matrix) - 1).abs().max()) < 1e-12
-    x_NI = torch.randn(3, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    transform = Transform(step)
-    torch.testing.assert_close(
-        transform.inputs(x_NI).norm(dim=1), x_NI.norm(dim=1), rtol=1e-12, atol=0
-    )
-    assert float((transform.restored(transform.weight(x_NI)) - x_NI).abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("width", [2, 32, 1024])
@@ -69,10 +63,3 @@ def test_signs_are_a_function_of_the_seed():
         # 4,096 coins agree in a half, give or take 5 standard errors of 1/128
         assert abs(float((signs == random_signs(4096, other)).double().mean()) - 0.5) < 5 / 128
     assert abs(float(signs.mean())) < 5 / 64
-
-
-def test_outlier_is_spread_over_all_features():
-    x_NI = torch.zeros(1, 11008)
-    x_NI[0, 77] = 100.0
-    spread_NI = Transform(*hadamard_steps(11008)).inputs(x_NI)
-    torch.testing.assert_close(spread_NI.abs(), torch.full((1, 11008), 100 / 11008**0.5))

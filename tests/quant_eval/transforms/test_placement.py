@@ -25,21 +25,15 @@ from tests.quant_eval.transforms.linears import (
     logits,
     transformed,
 )
-from train.model.families import FAMILIES, family_of
+from train.model.families import FAMILIES, SITES, family_of
 
-FUSED = parse_spec("w4a4-g8-quarot-fused")
+FUSED = "w4a4-g8-quarot-fused"
 HIDDEN, HEAD, FFN = 32, 8, 64
 
 
-def places_on(directory, spec=FUSED):
+def places_on(directory, name):
     config = AutoConfig.from_pretrained(directory)
-    family = family_of(config)
-    return places_of(spec, family, config), family, config
-
-
-def residual_rotation(places):
-    """Q as a dense matrix."""
-    return places.output("o_proj").weight(torch.eye(HIDDEN, dtype=torch.float64))
+    return places_of(parse_spec(name), family_of(config), config)
 
 
 def per_head(count):
@@ -48,31 +42,26 @@ def per_head(count):
 
 
 @torch.no_grad()
-def fuse(model, rotation_II, folds_gains=True):
-    """Rewrite all weights as for Llama: the residual stream becomes x Q, values v R.
-
-    Gains of norms after the linears stay where they are: there is no linear to take them up.
-    """
+def fuse(model, rotation_II):
+    """Rewrite all weights of a Llama: the residual stream becomes x Q, values v R."""
     model = copy.deepcopy(model)
     body, config = model.model, model.config
     multiply(body.embed_tokens, rotation_II)
     for layer in body.layers:
         attention, mlp = layer.self_attn, layer.mlp
         readers = {
-            "input_layernorm": (attention.q_proj, attention.k_proj, attention.v_proj),
-            "post_attention_layernorm": (mlp.gate_proj, mlp.up_proj),
+            layer.input_layernorm: (attention.q_proj, attention.k_proj, attention.v_proj),
+            layer.post_attention_layernorm: (mlp.gate_proj, mlp.up_proj),
         }
         for norm, linears in readers.items():
-            if folds_gains and config.model_type == "llama":
-                fold(getattr(layer, norm), linears)
+            fold(norm, linears)
             for linear in linears:
                 multiply(linear, rotation_II)
         rotate_outputs(attention.v_proj, per_head(config.num_key_value_heads))
         multiply(attention.o_proj, per_head(config.num_attention_heads))
         rotate_outputs(attention.o_proj, rotation_II)
         rotate_outputs(mlp.down_proj, rotation_II)
-    if folds_gains:
-        fold(body.norm, (model.lm_head,))
+    fold(body.norm, (model.lm_head,))
     multiply(model.lm_head, rotation_II)
     return model
 
@@ -96,12 +85,11 @@ def rotate_outputs(linear, matrix_OO):
 def test_fused_llama_has_the_weights_that_the_places_say(tiny):
     """Also its logits, so Q really passes all norms of Llama when their gains are folded."""
     model = load(tiny("llama"))
-    reference, (places, _, _) = logits(model), places_on(tiny("llama"))
-    rotation_II = residual_rotation(places)
+    rotation_II = places_on(tiny("llama"), FUSED).output("o_proj").weight(eye(HIDDEN))
     assert float((rotation_II @ rotation_II.T - torch.eye(HIDDEN)).abs().max()) < 1e-12
     fused = fuse(model, rotation_II)
-    assert difference(fused, reference) < 1e-5
-    ours = transformed(model, inputs_of(model), FUSED)
+    assert difference(fused, logits(model)) < 1e-5
+    ours = transformed(model, inputs_of(model), parse_spec(FUSED))
     before_down_II = torch.from_numpy(sylvester(FFN)).double() / FFN**0.5
     compared = 0
     for name, linear in fused.named_modules():
@@ -113,39 +101,6 @@ def test_fused_llama_has_the_weights_that_the_places_say(tiny):
             torch.testing.assert_close(own_OI, weight_OI, rtol=0, atol=1e-6)
             compared += 1
     assert compared == 3 * 7
-
-
-def test_fused_llama_without_folded_gains_is_wrong(tiny):
-    model = load(tiny("llama"))
-    reference, (places, _, _) = logits(model), places_on(tiny("llama"))
-    assert difference(fuse(model, residual_rotation(places), folds_gains=False), reference) > 0.1
-    assert all(places.sites[site].folds_gain for site in ("attention_in", "mlp_in"))
-
-
-def test_fused_olmo2_is_wrong_and_refused(tiny):
-    model = load(tiny("olmo2"))
-    places, _, _ = places_on(tiny("llama"))
-    assert difference(fuse(model, residual_rotation(places)), logits(model)) > 0.1
-    with pytest.raises(UserError) as caught:
-        places_on(tiny("olmo2"))
-    reason = "R1 cannot be fused on olmo2: its norms follow the linears; give quarot"
-    assert str(caught.value) == reason
-
-
-@pytest.mark.parametrize("name", ["olmo2", "qwen3", "llama"])
-def test_rotated_queries_and_keys_are_wrong_and_no_place(tiny, name):
-    """Rope follows them, and QK-norm on olmo2 and qwen3."""
-    model = load(tiny(name))
-    reference = logits(model)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):  # their products stay
-                matrix = torch.from_numpy(sylvester(layer.self_attn.head_dim)).double()
-                heads = linear.out_features // len(matrix)
-                rotate_outputs(linear, torch.block_diag(*[matrix / len(matrix) ** 0.5] * heads))
-    assert difference(model, reference) > 1e-2
-    places, _, _ = places_on(tiny(name), parse_spec("w4a4-g8-quarot"))
-    assert places.outputs.keys() == {"v_proj"}
 
 
 @torch.no_grad()
@@ -171,6 +126,8 @@ def test_rotation_of_values_needs_nothing_online(tiny, name):
     config = AutoConfig.from_pretrained(tiny(name))
     config.clip_qkv = None
     places = places_of(parse_spec("w4a4-g8-quarot"), family_of(config), config)
+    # queries and keys pass rope and norms, which rotations do not
+    assert places.outputs.keys() == {family_of(config).reading[-1]}
     with_rotated_values(model, places)
     assert difference(model, reference) > 1e-3 if clips else difference(model, reference) < 1e-5
 
@@ -178,19 +135,12 @@ def test_rotation_of_values_needs_nothing_online(tiny, name):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_widths_and_norms_are_those_of_the_modules(tiny, name):
     model = load(tiny(name))
-    family, widths = family_of(model.config), site_widths(model.config)
-    block = getattr(model, family.decoder).layers[0]
-    attention, mlp = getattr(block, family.attention), getattr(block, family.mlp)
-    linears = {
-        "attention_in": getattr(attention, family.reading[0]),
-        "attention_out": getattr(attention, family.writing),
-        "mlp_in": getattr(mlp, family.mlp_reading[0]),
-        "mlp_out": getattr(mlp, family.mlp_writing),
-    }
-    assert widths == {site: linear.in_features for site, linear in linears.items()}
-    # a norm that subtracts the mean makes 0 of a constant
-    norm = getattr(block, family.attention_norm)
-    constant = torch.full((1, HIDDEN), 3.0)
+    family = family_of(model.config)
+    groups = zip(SITES, blocks(model)[0].linears(), strict=True)
+    widths = {site: linear.in_features for site, group in groups for linear in group.values()}
+    assert site_widths(model.config) == widths
+    norm = getattr(getattr(model, family.decoder).layers[0], family.attention_norm)
+    constant = torch.full((1, HIDDEN), 3.0)  # of which a norm that subtracts the mean makes 0
     changes = norm(constant) - norm(0 * constant)  # a bias is not part of it
     assert family.centers == (float(changes.detach().abs().max()) < 1e-3)
 
@@ -203,11 +153,10 @@ def test_cache_rotation_is_of_a_head_and_only_with_a_cast_cache(tiny):
     directory = tiny("qwen3")
     head_16 = torch.from_numpy(sylvester(16)).double() / 4
     for name in ("kv4-quarot", "w4a4-g8-kv4-quarot"):
-        places, _, _ = places_on(directory, parse_spec(name))
-        torch.testing.assert_close(places.head_rotation, head_16)
-    assert places_on(directory, parse_spec("w4a4-g8-quarot"))[0].head_rotation is None
+        torch.testing.assert_close(places_on(directory, name).head_rotation, head_16)
+    assert places_on(directory, "w4a4-g8-quarot").head_rotation is None
     # a cache alone: no linear changes
-    places, _, _ = places_on(directory, parse_spec("kv4-quarot"))
+    places = places_on(directory, "kv4-quarot")
     assert places.output("model.layers.0.self_attn.v_proj") is None
     weight_OI = torch.zeros(1, HIDDEN)
     for site in places.sites:
@@ -215,7 +164,7 @@ def test_cache_rotation_is_of_a_head_and_only_with_a_cast_cache(tiny):
 
 
 def test_scales_between_values_and_their_output_leave_r2_online(tiny):
-    places, _, _ = places_on(tiny("llama"), parse_spec("w4a4-g8-smooth0.5-quarot"))
+    places = places_on(tiny("llama"), "w4a4-g8-smooth0.5-quarot")
     assert places.output("model.layers.0.self_attn.v_proj") is None
     assert places.sites["attention_out"].block == HEAD
 
@@ -241,9 +190,3 @@ def test_widths_are_refused_with_a_block_that_works(tiny, ffn, spec, reason):
     assert bool(advised) == ("leave the rotation out" not in str(caught.value))
     if advised:
         places_of(parse_spec(f"rtn-b4-perchannel-{advised[1]}"), family_of(config), config)
-
-
-def test_widths_with_matrices_that_are_no_powers_of_two_are_taken(tiny):
-    config = AutoConfig.from_pretrained(tiny("llama"))
-    config.update({"intermediate_size": 60})
-    places_of(parse_spec("w4a4-perchannel-quarot"), family_of(config), config)

@@ -9,15 +9,8 @@ from quant_eval.casts.linear import CastLinear, shifted_bias
 from quant_eval.rounding.gptq import gptq, prepare
 from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.transforms.fitting import fit_transform
-from quant_eval.transforms.placement import Place, Places
 from tests.quant_eval.specs import gptq_spec, grid_spec
-
-PLACES = {
-    None: Place(256),
-    "had": Place(256, "hadamard"),
-    "rhad": Place(256, "hadamard", signs="own"),
-    "duquant": Place(256, "duquant", block=128),
-}
+from tests.quant_eval.transforms.linears import rotated_mlp_inputs
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +29,7 @@ def layer():
 def fitted(spec, layer):
     weight_OI, x_NI, hessian_II = layer
     inputs = {"largest_I": x_NI.abs().amax(0), "mean_I": x_NI.double().mean(0)}
-    places = Places({"mlp_in": PLACES[spec.rotation]})
+    places = rotated_mlp_inputs(spec.rotation, 256, block=128)
     return fit_transform(spec, "mlp_in", places, weight_OI, 1, hessian_II=hessian_II, **inputs)
 
 

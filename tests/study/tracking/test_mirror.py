@@ -1,18 +1,15 @@
 """A whole study in MLflow, read back through MLflow's own client."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from base.errors import UserError
-from study.results.collect import collect_rows
-from study.results.table import write_table
 from study.tracking.importer import mirror
 from study.tracking.store import store_uri
 from tests.sealing import edited, measured_in
-from train.run.directory import RunDirectory
+from tests.study.synthetic import table_of
 
 HELD_OUT = "held_out_loss"
 pytestmark = pytest.mark.usefixtures("store")
@@ -44,13 +41,6 @@ def counts(store: dict[str, dict]) -> dict:
         name: (entry["id"], {key: len(history) for key, history in entry["history"].items()})
         for name, entry in store.items()
     }
-
-
-def change_result(directory: Path, study, run: str, **figures: float) -> None:
-    """Another result of a measurement, and the table that follows."""
-    with edited(directory / run / "hf/step00000448/quant/gptq-b3-g32/result.json") as content:
-        content["measured"] |= figures
-    write_table(directory, study, collect_rows(directory, study).rows)
 
 
 def check_run(directory: Path, name: str, entry: dict, study) -> None:
@@ -93,11 +83,11 @@ def check_run(directory: Path, name: str, entry: dict, study) -> None:
 
 
 def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
-    root, study = (
-        collected_dir.parent,
-        study.model_copy(update={"runs": (study.runs[0], study.runs[3])}),
-    )
-    write_table(collected_dir, study, collect_rows(collected_dir, study).rows)
+    root = collected_dir.parent
+    study = study.model_copy(update={"runs": (study.runs[0], study.runs[3])})
+    with edited(collected_dir / "lr1e-3/environment.json") as content:
+        content["attempts"][0] |= {"world_size": 4, "slurm_job": "71_2"}
+    table_of(collected_dir, study)
     first = mirror(collected_dir, study, store_uri(root))
     store = read_store(root)
     assert store.keys() == {"tiny", "lr1e-3", "lr3e-2"}
@@ -117,6 +107,7 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
         assert run.data.params["tokens"] == str(640 * 2048)
         assert run.info.status == "FINISHED"
         assert store[name]["artifacts"] == {"run.json", "environment.json"}
+    assert store["lr1e-3"]["run"].data.tags["quantdyn.slurm_jobs"] == "71_2"
     assert {"table.parquet", "study.json"} <= store["tiny"]["artifacts"]
     again = mirror(collected_dir, study, store_uri(root))
     assert again["metrics_added"] == 0
@@ -124,38 +115,17 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
     assert counts(read_store(root)) == counts(store)
 
 
-def test_what_comes_later_is_added_and_what_changed_is_made_anew(collected_dir, study):
+def test_what_changed_is_made_anew(collected_dir, study):
     root, name = collected_dir.parent, "lr1e-3"
     small, uri = study.model_copy(update={"runs": study.runs[:1]}), store_uri(root)
-    metrics = RunDirectory(collected_dir / name).metrics
-    rows = collect_rows(collected_dir, small).rows
-    write_table(collected_dir, small, rows[:3])
-    lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(lines[:200]) + lines[200][:20])  # a run that is being written to
     mirror(collected_dir, small, uri)
-    before = read_store(root)[name]
-    metrics.write_text("".join(lines))
-    write_table(collected_dir, small, rows)
+    with edited(collected_dir / name / "hf/step00000448/quant/gptq-b3-g32/result.json") as content:
+        content["measured"]["relative_error"] = 0.5
+    table_of(collected_dir, small)
     mirror(collected_dir, small, uri)
-    after = read_store(root)[name]
-    assert after["id"] == before["id"]
-    assert len(after["history"]["train/loss"]) == 640
-    change_result(collected_dir, small, name, relative_error=0.5)
-    mirror(collected_dir, small, uri)
-    anew = read_store(root)[name]
-    error = anew["history"]["quant/gptq-b3-g32/relative_error"]
+    error = read_store(root)[name]["history"]["quant/gptq-b3-g32/relative_error"]
     assert [metric.value for metric in error].count(0.5) == 1
     assert len(error) == 7
-
-
-def test_jobs_are_there(collected_dir, study):
-    root, run = collected_dir.parent, study.runs[0]
-    directory = RunDirectory(collected_dir / run.name)
-    environment = json.loads(directory.environment_json.read_text())
-    environment["attempts"][0] |= {"world_size": 4, "slurm_job": "71_2"}
-    directory.environment_json.write_text(json.dumps(environment))
-    mirror(collected_dir, study.model_copy(update={"runs": study.runs[:1]}), store_uri(root))
-    assert read_store(root)[run.name]["run"].data.tags["quantdyn.slurm_jobs"] == "71_2"
 
 
 def test_an_experiment_of_another_root_is_refused_with_a_way_out(collected_dir, study, tmp_path):

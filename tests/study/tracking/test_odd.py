@@ -9,10 +9,11 @@ import pytest
 from base.errors import UserError
 from study.definition import Study, load_study
 from study.results.collect import collect_rows
-from study.results.table import Row, write_table
+from study.results.table import Row
 from study.tracking.importer import mirror
 from study.tracking.store import opening, store_uri, tracking_uri
 from tests.sealing import json_lines, reseal
+from tests.study.synthetic import table_of
 from tests.study.tracking.stores import FIGURES, Database, append_steps, write_small_study
 from train.run.directory import RunDirectory
 
@@ -24,7 +25,7 @@ def tabled(root: Path, name: str = "s", runs: int = 1) -> tuple[Path, Study]:
     directory, study = write_small_study(root, name, runs)
     for run in study.runs:
         append_steps(directory / run.name, range(1, STEPS + 1), 1)
-    write_table(directory, study, collect_rows(directory, study).rows)
+    table_of(directory, study)
     return directory, study
 
 

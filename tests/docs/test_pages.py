@@ -1,11 +1,13 @@
-"""Every link of a page leads to a file, and to a heading where it names one; README stays short."""
+"""The pages: their links lead somewhere, generated ones are not stale, README is short."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import NAMES, PROJECT
+from docs.generate import PAGES, REFERENCE
+from tests.docs.pages import NAMES
+from tests.runs import PROJECT
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -47,3 +49,13 @@ def test_every_page_is_in_the_index():
     }
     pages = {PROJECT / name for name in NAMES} - {PROJECT / "README.md", PROJECT / "docs/README.md"}
     assert pages <= index
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_generated_page_is_that_of_the_code_as_it_is(name):
+    stored = (REFERENCE / name).read_text()
+    assert stored == PAGES[name](), "run python -m docs.generate"
+
+
+def test_no_other_page_is_among_the_generated():
+    assert {path.name for path in REFERENCE.iterdir()} == PAGES.keys()
