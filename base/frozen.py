@@ -10,6 +10,8 @@ from base.digests import digest_of_json
 
 # Names of runs and studies: fit for a directory and a shell.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"
+# A week, of every wait that a user sets: Python raises OverflowError for one of 292 years.
+MOST_SECONDS = 7 * 24 * 3600
 
 
 class Frozen(BaseModel):

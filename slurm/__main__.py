@@ -7,6 +7,7 @@ import typer
 
 from base.cli import command_group, run_command
 from base.errors import UserError
+from base.frozen import MOST_SECONDS
 from slurm.cluster import elements_text
 from study.choosing import (
     Key,
@@ -87,7 +88,11 @@ def status(
     root: Root = Path("runs"),
     watch: Annotated[
         int | None,
-        typer.Option(min=10, help="seconds: submit what can start and show again, until the end"),
+        typer.Option(
+            min=10,
+            max=MOST_SECONDS,
+            help="seconds: submit what can start and show again, until the end",
+        ),
     ] = None,
 ) -> None:
     """Show how far a study is: trainings, checkpoints, measurements, failures and their logs.
@@ -197,7 +202,8 @@ def retry(
 def doctor(
     site: Annotated[Path, typer.Option(help="TOML file that describes the cluster")],
     wait: Annotated[
-        int, typer.Option(min=1, help="seconds until the job has to have ended")
+        int,
+        typer.Option(min=1, max=MOST_SECONDS, help="seconds until the job has to have ended"),
     ] = 1800,
 ) -> None:
     """Check a cluster with one small job, and say what it has to allow; exit code 2 if it does not.

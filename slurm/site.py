@@ -24,6 +24,7 @@ from slurm.values import (
     Name,
     Pattern,
     SafePath,
+    Seconds,
     SrunOption,
     TimeLimit,
     seconds_of,
@@ -131,9 +132,9 @@ class JobLimits(Frozen):
     starts_without_progress: Count = 3
     # A training that logs nothing for so long is ended and resumed: start, evaluation and saves
     # included. Its ranks see a step that does not end for themselves, within `hang_seconds`.
-    silent_seconds: Count = 3600
-    hang_seconds: Count = 600
-    health_seconds: Count = 300  # in which every node of a training has to show that it is fit
+    silent_seconds: Seconds = 3600
+    hang_seconds: Seconds = 600
+    health_seconds: Seconds = 300  # in which every node of a training has to show that it is fit
     checkpoints_per_job: Count = 1
     specs_per_job: Count = 4
 
@@ -167,7 +168,7 @@ class Mlflow(Frozen):
     """The store that figures are mirrored to."""
 
     tracking_uri: Address | None = None  # by default SQLite below root
-    every_seconds: Annotated[int, Field(strict=True, ge=10)] = 300
+    every_seconds: Annotated[Seconds, Field(ge=10)] = 300
 
 
 class Disk(Frozen):

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from base.frozen import MOST_SECONDS
+
 MAX_SIGNAL_SECONDS = 65_535  # SLURM's largest time between a signal and the limit
 # Options of sbatch that the job script and the project's own calls depend on.
 OWNED = """
@@ -165,6 +167,7 @@ def _checked_uri(value: str) -> str:
 
 
 Count = Annotated[int, Field(strict=True, ge=1)]
+Seconds = Annotated[int, Field(strict=True, ge=1, le=MOST_SECONDS)]
 Name = Annotated[str, _matching(NAME, "letters, digits and _ . , : = + @ / [ ] -")]
 Pattern = Annotated[
     str, _matching(r"[A-Za-z0-9.-]*\{node\}[A-Za-z0-9.-]*", "{node}, letters, digits and . -")

@@ -9,6 +9,7 @@ import typer
 
 from base.cli import command_group, run_command
 from base.errors import UserError
+from base.frozen import MOST_SECONDS
 from study.choosing import (
     Key,
     Name,
@@ -315,9 +316,11 @@ def mirror(
         str | None, typer.Option(help="import this run's metrics alone, while it trains or after")
     ] = None,
     follow: Annotated[
-        float | None,
+        int | None,
         typer.Option(
-            min=1, help="with --run: again every so many seconds, until the run has ended"
+            min=1,
+            max=MOST_SECONDS,
+            help="with --run: again every so many seconds, until the run has ended",
         ),
     ] = None,
 ) -> None:

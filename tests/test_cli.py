@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from docs.commands import CommandEntry, entries
+from tests.runs import error_line, python
 
 PROJECT = Path(__file__).resolve().parents[1]
 ENTRIES = entries()
@@ -20,6 +21,25 @@ def test_messages_name_commands_that_exist():
             source = re.sub(r'"\s*\n\s*f?"', "", path.read_text())  # a string over several lines
             for named in re.findall(r"-m ((?:\w+) [a-z][a-z-]+)", source):
                 assert named in words or named.split()[0] not in programs, f"{path}: {named}"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (
+            "train run here --hang-seconds 1e12",
+            "'hang_seconds': Input should be less than or equal",
+        ),
+        ("train run here --hang-seconds nan", "'hang_seconds': Input should be"),
+        ("study mirror tiny --run lr3e-3 --follow 1000000000000", "less than or equal to 604800"),
+        ("study mirror tiny --run lr3e-3 --follow nan", "Input should be a valid integer"),
+        ("slurm status tiny --watch 1000000000000", "less than or equal to 604800"),
+        ("slurm doctor --site site.toml --wait 1000000000000", "less than or equal to 604800"),
+    ],
+)
+def test_a_wait_without_end_is_refused(words, complaint):
+    """Python's clocks overflow: a watchdog would end alone, and its training go on unwatched."""
+    assert complaint in error_line(python(*words.split()))
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.words)

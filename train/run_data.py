@@ -162,7 +162,7 @@ def _check_unseen(corpus: TokenSource, held_out: TokenSource) -> None:
     # Empty files all have one hash, which says nothing of their text.
     made_from = {record.digest for record in corpus.manifest.sources.values() if record.bytes}
     for name, record in held_out.manifest.sources.items():
-        # A part of a dataset has the hash of its tokens; other settings change that, not its name.
+        # A file on the hub has the hash of its tokens; other settings change that, not its name.
         if record.digest in made_from or (
             name.startswith("dataset:") and name in corpus.manifest.sources
         ):

@@ -256,7 +256,7 @@ def mirror_run(directory: Path, study: Study, name: str, uri: str) -> int:
     return importer.added
 
 
-def follow(directory: Path, study: Study, name: str, uri: str, seconds: float) -> None:
+def follow(directory: Path, study: Study, name: str, uri: str, seconds: int) -> None:
     """Import a run every so many seconds until it has ended or SIGTERM comes, then once more.
 
     A run has ended when its status.json says so; one that was there before, of an earlier attempt

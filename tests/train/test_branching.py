@@ -11,6 +11,9 @@ from base.frozen import fingerprint
 from tests.runs import make_run, python, refusal, succeed
 from tests.train.test_refusals import edit
 from tests.train.trajectories import flip_a_byte, numbers, tree
+from train.optimizers.adamw import AdamW
+from train.optimizers.lion import Lion
+from train.optimizers.muon import Muon
 from train.run.branching import check_parent
 from train.run.config import BranchFrom, RunConfig, load_run
 from train.run.directory import RunDirectory, read_checkpoint_record
@@ -70,6 +73,24 @@ def test_a_branch_that_is_none_is_refused(trained, tmp_path, inputs, changes, wo
     edit(tmp_path / "child", changes)
     with pytest.raises(UserError, match=words):
         check_parent(load_run(tmp_path / "child" / "run.json"), RunDirectory(trained("dp1")))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parents"),
+    [
+        (AdamW(peak_lr=1e-3, beta2=0.99), Lion(peak_lr=1e-3)),
+        (AdamW(peak_lr=1e-3), Lion(peak_lr=1e-3)),
+        (Lion(peak_lr=1e-3), AdamW(peak_lr=1e-3)),
+        (Muon(peak_lr=1e-3), AdamW(peak_lr=1e-3)),
+    ],
+)
+def test_a_branch_with_another_kind_of_optimizer_is_refused(tmp_path, inputs, optimizer, parents):
+    """Whatever else the two kinds have in common, or not."""
+    parent = RunDirectory(tmp_path / "parent")
+    make_run(parent.path, **inputs, optimizer=parents)
+    branch = make_branch(tmp_path / "child", parent.path, inputs, optimizer=optimizer)
+    with pytest.raises(UserError, match=r"has the optimizer\.matrices of its parent"):
+        check_parent(branch, parent)
 
 
 def test_a_damaged_parent_and_other_data_are_refused_and_left_alone(trained, tmp_path, inputs):

@@ -21,9 +21,10 @@ from base.files import sha256_of
 from tests.interpreter import interpreter
 from tests.runs import environment, error_line, python, succeed
 from tests.train.stalled import stalling
+from tests.train.trajectories import flip_a_byte
 from tests.waiting import wait_until
 from train.data.corpus import open_corpus
-from train.data.documents import Source, TextFile
+from train.data.documents import TextFile
 from train.data.prepare import prepare
 
 TEXTS = [
@@ -60,7 +61,7 @@ FORMATS = {
 }
 
 
-def bodies(*paths: Path) -> list[Source]:
+def bodies(*paths: Path) -> list[TextFile]:
     """Files whose texts are under the key 'body'."""
     return [TextFile(path=path, key="body") for path in paths]
 
@@ -134,6 +135,39 @@ def test_a_killed_prepare_resumes(tmp_path, tokenizer_dir):
     manifest = prepare(bodies(*sources), tokenizer_dir, out)
     assert manifest == prepare(bodies(*sources), tokenizer_dir, tmp_path / "fresh")
     assert not kept.exists()
+
+
+def emptied(path: Path) -> None:
+    """As after a power loss: the name is on the disk, the content is not."""
+    path.write_bytes(b"")
+
+
+def with_a_token_more(path: Path) -> None:
+    content = json.loads(path.read_text())
+    content["max_token_id"] += 1
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("bin", flip_a_byte),
+        ("lengths", flip_a_byte),
+        ("lengths", emptied),
+        ("lengths", Path.unlink),
+        ("part.json", with_a_token_more),
+    ],
+)
+def test_a_damaged_part_is_made_again(tmp_path, tokenizer_dir, name, damage):
+    first, second = bodies(tmp_path / "first.jsonl", tmp_path / "second.jsonl")
+    first.path.write_bytes(json_lines(TEXTS))
+    second.path.write_bytes(b"{")
+    with pytest.raises(UserError, match=r"second\.jsonl:1 is not JSON"):
+        prepare([first, second], tokenizer_dir, tmp_path / "out")
+    damage(tmp_path / ".out.parts/000000" / name)
+    second.path.write_bytes(json_lines(TEXTS))
+    manifest = prepare([first, second], tokenizer_dir, tmp_path / "out")
+    assert manifest == prepare([first, second], tokenizer_dir, tmp_path / "fresh")
 
 
 @pytest.mark.parametrize(

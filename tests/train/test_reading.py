@@ -207,6 +207,8 @@ def test_one_file_under_two_names_is_given_twice(tmp_path, monkeypatch):
     ]
     with pytest.raises(UserError, match="are one file; give every source once"):
         check_given_once(parts)
+    with pytest.raises(UserError, match="are one file; give every source once"):
+        check_given_once([TextFile(path=path), *parts[:1]])
 
 
 def test_token_files_under_two_names_are_given_twice(tmp_path, tokenizer_dir):

@@ -315,28 +315,32 @@ class DatasetPart(Frozen):
     """One file of a split of a dataset, by the dataset's own order of files."""
 
     dataset: str
-    config: str | None
+    config: str  # the default one by its name, too
     split: str
     index: int
     parts: int
+    file: str  # that the part is read from, see `_split`
     key: str = "text"
 
     @property
     def name(self) -> str:
         """Return the name in the manifest."""
-        split = f"{self.dataset}:{self.config or ''}:{self.split}"
-        return f"{DATASET}{split}:{self.index + 1}/{self.parts}"
+        number = f"{self.index + 1}/{self.parts}"
+        return f"{DATASET}{self.dataset}:{self.config}:{self.split}:{number}"
 
     @property
     def identity(self) -> Hashable:
-        """Return what two names of one part have in common."""
-        directory = Path(self.dataset)
-        dataset = file_identity(directory) if directory.is_dir() else self.dataset
-        return dataset, self.config, self.split, self.index
+        """Return what two names of one file have in common."""
+        return file_identity(Path(self.file))
 
     def texts(self) -> Iterator[str]:
-        """Yield the documents, in order; UserError for a row without text, or a damaged file."""
-        stream = _stream(self.dataset, self.config, self.split)
+        """Yield the documents, in order.
+
+        UserError for a row without text, a damaged file, or a dataset of other files by now.
+        """
+        stream, files = _split(self.dataset, self.config, self.split)
+        if files[self.index : self.index + 1] != [self.file]:  # a worker looks for them anew
+            raise UserError(f"{self.name} is no longer {self.file}; prepare it again")
         with _without_torch():
             part = stream.shard(num_shards=self.parts, index=self.index)
         with _one_line(f"{self.name} is damaged", "correct the file or fetch it again"):
@@ -372,12 +376,22 @@ def check_given_once(sources: Sequence[Source]) -> None:
 
 
 @functools.cache
-def _stream(dataset: str, config: str | None, split: str) -> Any:
-    from datasets import load_dataset  # a second to import, and nobody else needs it
+def _split(dataset: str, config: str | None, split: str) -> tuple[Any, list[str]]:
+    """Return the stream of a split, and what each of its parts is read from.
+
+    That is a path or, on the hub, a URL with the commit.
+    """
+    from datasets import load_dataset_builder  # a second to import, and nobody else needs it
 
     way = f"correct the name, configuration or split of {DATASET}NAME:CONFIG:SPLIT, or the files"
     with _one_line(f"dataset {dataset} cannot be read", way), _without_torch():
-        return load_dataset(dataset, config, split=split, streaming=True)
+        builder = load_dataset_builder(dataset, config)
+        stream = builder.as_streaming_dataset(split=split)
+        files = list((builder.config.data_files or {}).get(split, ()))
+    if len(files) != stream.num_shards:
+        # It is read from the cache of `datasets`, or as a whole: a directory is named by its hash.
+        files = [f"{builder.cache_dir}/{split}/{index}" for index in range(stream.num_shards)]
+    return stream, files
 
 
 @contextmanager
@@ -415,27 +429,28 @@ def _dataset_parts(text: str, key: str) -> Iterator[DatasetPart]:
     dataset, *fields = text.removeprefix(DATASET).split(":")
     if not dataset or len(fields) > 3:
         raise UserError(f"{text} is not a dataset; write {DATASET}NAME[:CONFIG[:SPLIT[:FILES]]]")
-    config, split, files = (*fields, *[""] * (3 - len(fields)))
+    config, split, numbers = (*fields, *[""] * (3 - len(fields)))
     split = split or "train"
-    parts = int(_stream(dataset, config or None, split).num_shards)
-    for number in _file_numbers(text, files, parts):
+    stream, files = _split(dataset, config or None, split)
+    for number in _file_numbers(text, numbers, len(files)):
         yield DatasetPart(
             dataset=dataset,
-            config=config or None,
+            config=stream.config_name,
             split=split,
             index=number - 1,
-            parts=parts,
+            parts=len(files),
+            file=files[number - 1],
             key=key,
         )
 
 
-def _file_numbers(text: str, files: str, parts: int) -> range:
-    """Return the numbers, from 1, of the files that `files` names: '2', '1-8', or '' for all."""
-    if not files:
+def _file_numbers(text: str, numbers: str, parts: int) -> range:
+    """Return the numbers, from 1, of the files that `numbers` names: '2', '1-8', '' for all."""
+    if not numbers:
         return range(1, parts + 1)
-    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", files, re.ASCII)
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", numbers, re.ASCII)
     if not match:
-        raise UserError(f"{text}: '{files}' is not a range of files; write such as 2 or 1-8")
+        raise UserError(f"{text}: '{numbers}' is not a range of files; write such as 2 or 1-8")
     first, last = int(match[1]), int(match[2] or match[1])
     if not 1 <= first <= last <= parts:
         raise UserError(f"{text}: the dataset has files 1 to {parts}; give some of them")

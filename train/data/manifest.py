@@ -96,7 +96,8 @@ class Manifest(Frozen):
     bin: FileRecord
     idx: FileRecord
     sources: dict[str, FileRecord] = Field(
-        description="files by path; a part of a dataset by name, with the hash of its tokens"
+        description="files by path, those of a dataset by name; one on the hub has the hash of its"
+        " tokens"
     )
     share: Share | None = Field(default=None, description="of the sources' documents; None: all")
     special_tokens: SpecialTokens = Field(

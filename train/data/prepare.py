@@ -5,6 +5,7 @@ prepare resumes, and the number of workers changes no byte. Nothing is held that
 text.
 """
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -26,15 +27,16 @@ from base.errors import UserError
 from base.files import (
     FileRecord,
     committed_directory,
+    first_damage,
     hash_file,
-    record_file,
+    record_files,
     scratch_directory,
     sha256_of,
-    write_json,
+    write_sealed,
 )
 from base.frozen import Frozen
 from base.progress import Progress
-from base.reading import read_model
+from base.reading import as_model, read_sealed
 from train.data.corpus import commit_corpus, join_pieces, open_corpus
 from train.data.documents import (
     DatasetPart,
@@ -72,7 +74,7 @@ class Origin(Frozen):
     """The source and settings of a part: if they change, the part is made again."""
 
     source: Source
-    record: FileRecord | None  # of the source; the files of a dataset have none
+    record: FileRecord | None  # of the file; the URL of one on the hub holds its commit
     tokenizer_sha256: str
     eos_token_id: int
     chosen: Selection
@@ -82,7 +84,7 @@ class PreparedSource(Frozen):
     """part.json: one source, beside `bin`, its tokens, and `lengths` of its documents, int32."""
 
     origin: Origin
-    bin: FileRecord
+    files: dict[str, FileRecord]  # `bin` and `lengths`
     documents: int
     tokens: int
     max_token_id: int
@@ -124,7 +126,9 @@ def vocabulary_of(directory: Path) -> Vocabulary:
     )
 
 
-def make_part(source: Source, tokenizer_dir: Path, directory: Path, selection: Selection) -> None:
+def make_part(
+    source: Source, tokenizer_dir: Path, directory: Path, selection: Selection
+) -> PreparedSource:
     """Make the part of one source, unless a prepare that was killed has made it."""
     vocabulary = vocabulary_of(tokenizer_dir)
     origin = Origin(
@@ -135,15 +139,16 @@ def make_part(source: Source, tokenizer_dir: Path, directory: Path, selection: S
         chosen=selection,
     )
     # A part of other settings or of a changed source, or a damaged one, is made again.
-    try:
-        if read_model(PreparedSource, directory / PART_JSON).origin == origin:
-            return
-    except (FileNotFoundError, UserError):
-        pass
+    with contextlib.suppress(FileNotFoundError, UserError):
+        part_json = directory / PART_JSON
+        part = as_model(PreparedSource, read_sealed(part_json, "prepare again"), part_json)
+        if part.origin == origin and not first_damage(directory, part.files):
+            return part
 
     with committed_directory(directory) as unfinished:
         part = _write_tokens(unfinished, origin, vocabulary)
-        write_json(unfinished / PART_JSON, part.model_dump(mode="json"))
+        write_sealed(unfinished / PART_JSON, part.model_dump(mode="json"))
+    return part
 
 
 def _write_tokens(directory: Path, origin: Origin, vocabulary: Vocabulary) -> PreparedSource:
@@ -162,7 +167,7 @@ def _write_tokens(directory: Path, origin: Origin, vocabulary: Vocabulary) -> Pr
             typed += batch.typed_special_tokens
     return PreparedSource(
         origin=origin,
-        bin=record_file(directory / "bin", "sha256"),
+        files=record_files(directory, "sha256"),
         documents=documents,
         tokens=tokens,
         max_token_id=max_token_id,
@@ -175,10 +180,8 @@ def _record_of(source: Source) -> FileRecord | None:
     match source:
         case TokenDocuments():
             return open_corpus(source.prefix).manifest.bin
-        case TextFile():
-            return hash_file(source.path, "sha256") if source.path.is_file() else None
-        case DatasetPart():
-            return None
+        case TextFile(path=file) | DatasetPart(file=file):
+            return hash_file(Path(file), "sha256") if Path(file).is_file() else None
         case _:
             assert_never(source)
 
@@ -261,8 +264,7 @@ def prepare(
         parts_dir.mkdir(exist_ok=True)
         directories = [parts_dir / f"{index:06d}" for index in range(len(all_sources))]
         try:
-            _make_parts(all_sources, tokenizer_dir, directories, workers, selection)
-            parts = [read_model(PreparedSource, directory / PART_JSON) for directory in directories]
+            parts = _make_parts(all_sources, tokenizer_dir, directories, workers, selection)
             if not any(part.documents for part in parts):
                 shutil.rmtree(parts_dir)
                 raise UserError(
@@ -345,7 +347,9 @@ def _manifest(
         typed_special_tokens=sum(part.typed_special_tokens for part in parts),
         bin=files["bin"],
         idx=files["idx"],
-        sources={part.origin.source.name: part.origin.record or part.bin for part in parts},
+        sources={
+            part.origin.source.name: part.origin.record or part.files["bin"] for part in parts
+        },
     )
 
 
@@ -355,13 +359,15 @@ def _make_parts(
     directories: list[Path],
     workers: int,
     selection: Selection,
-) -> None:
+) -> list[PreparedSource]:
+    """Make the parts of all sources, each by one of the workers; return them in order."""
+    parts = []
     with Progress("prepare", total=len(sources)) as progress:
         if workers == 1:
             for source, directory in zip(sources, directories, strict=True):
-                make_part(source, tokenizer_dir, directory, selection)
+                parts.append(make_part(source, tokenizer_dir, directory, selection))
                 progress.advance()
-            return
+            return parts
         spawn = multiprocessing.get_context("spawn")  # tokenizers' threads do not survive a fork
         with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker) as pool:
             futures = [
@@ -370,7 +376,7 @@ def _make_parts(
             ]
             try:
                 for future in futures:
-                    future.result()
+                    parts.append(future.result())
                     progress.advance()
             except BrokenProcessPool:
                 raise UserError(
@@ -379,6 +385,7 @@ def _make_parts(
             finally:
                 # After a failure the parts that have not begun are not waited for.
                 pool.shutdown(cancel_futures=True)
+    return parts
 
 
 def _start_worker() -> None:

@@ -26,7 +26,8 @@ def _compared(run: RunConfig, key: str) -> Any:
     if key == "data":
         return {name: content[name] for name in content if name not in PATHS}
     if key == "optimizer":
-        return {name: content[name] for name in content if name != "peak_lr"}
+        kind = {"matrices": content["matrices"]}  # first: it decides which others there are
+        return kind | {name: content[name] for name in content if name != "peak_lr"}
     return content
 
 

@@ -10,7 +10,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from base.environment import is_rank_zero
-from base.frozen import Frozen
+from base.frozen import MOST_SECONDS, Frozen
 from base.gpus import NO_COMPILER, has_compiler, has_gpu
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
@@ -31,6 +31,7 @@ class Launch(Frozen):
     hang_seconds: float = Field(
         default=600.0,
         gt=0,
+        le=MOST_SECONDS,
         description="end training that makes no step for so long, and for 10 usual steps; saves and"
         " evaluation do not count",
     )
