@@ -1,5 +1,6 @@
 """python -m ckpt_tools: checkpoints to HF directories and back, averages, released models."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,9 @@ def export(
         raise UserError(
             f"{len(paths)} path(s) without --into; give CHECKPOINT OUT, or CHECKPOINT... --into DIR"
         )
-    pairs = [(path, into / path.name) for path in paths] if into else [(paths[0], paths[1])]
+    pairs = (
+        [(path, into / path.resolve().name) for path in paths] if into else [(paths[0], paths[1])]
+    )
     for checkpoint, _ in pairs:
         read_checkpoint_record(checkpoint)
     with quick_imports():
@@ -119,12 +122,15 @@ def download(
     stage1 --dry-run
     """
     if tokenizer_only:
+        choice = {"--revision": revisions, "--every": every, "--stage": stage, "--family": family}
+        _check_unused("--tokenizer-only", choice | {"--dry-run": dry_run})
         from ckpt_tools.released.download import fetch_tokenizer
 
         fetch_tokenizer(source, into)
         typer.echo(str(into))
         return
     if dry_run:
+        _check_unused("--dry-run", {"--revision": revisions})
         from ckpt_tools.released.before import check_ends
         from ckpt_tools.released.trajectory import choose, revisions_of, show
 
@@ -174,6 +180,13 @@ def inspect(
         from ckpt_tools.inspecting import inspect as describe
 
     describe(paths, check=verify)
+
+
+def _check_unused(mode: str, options: Mapping[str, object]) -> None:
+    """Raise UserError if one of the options is given, of which a mode would take no notice."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise UserError(f"{mode} takes no {', '.join(given)}; leave out one or the other")
 
 
 def _check_directories(paths: list[Path], next_action: str) -> None:

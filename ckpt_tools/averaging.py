@@ -337,7 +337,8 @@ class AveragedWeights:
     Each product and each sum is rounded to fp32 (no fused multiply-add), then the quotient. For n
     models and u = 2^-24 the error before the last rounding is at most (n + 2) u sum_i |f_i theta_i|
     / sum_i f_i to first order (Higham, Accuracy and Stability, section 4.2); factors of 1 multiply
-    exactly. An instance is a `ckpt_tools.formats.weights.Weights`.
+    exactly. Only the ratios of the factors count, not their size. An instance is a
+    `ckpt_tools.formats.weights.Weights`.
 
     Raises:
         UserError: in `read`, if a number of the result is not finite.
@@ -357,8 +358,11 @@ class AveragedWeights:
         self, models: Mapping[Path, Weights], factors: Sequence[float], dtype: torch.dtype
     ) -> None:
         self._models = models
-        self._factors = [torch.tensor(factor, dtype=torch.float32) for factor in factors]
-        self._sum = torch.tensor(math.fsum(factors), dtype=torch.float32)
+        # The largest goes to [1, 2) by a power of two, which is exact: fp32 holds what counts.
+        exponent = math.frexp(max(map(abs, factors)))[1] - 1
+        scaled = [math.ldexp(factor, -exponent) for factor in factors]
+        self._factors = [torch.tensor(factor, dtype=torch.float32) for factor in scaled]
+        self._sum = torch.tensor(math.fsum(scaled), dtype=torch.float32)
         newest = [*models.values()][-1].tensors
         self.tensors = {name: Described(tensor.shape, dtype) for name, tensor in newest.items()}
 

@@ -44,7 +44,8 @@ def inspect(paths: list[Path], *, check: bool = False) -> None:
         files = description.pop("files")
         lines = [str(path)]
         for key, value in description.items():
-            text = f"{value:,}" if isinstance(value, int) else value
+            # Not `isinstance`: a bool is an int, too.
+            text = f"{value:,}" if type(value) is int else value
             lines.append(f"  {key.replace('_', ' '):<15} {text}")
         lines += [f"    {size:>18,}  {name}" for name, size in files.items()]
         for line in lines:
@@ -57,12 +58,13 @@ def inspect(paths: list[Path], *, check: bool = False) -> None:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Return the checkpoints and exports of a run; any other path alone."""
+    """Return the checkpoints and exports of a run; any other path alone, and a run without them."""
     directory = RunDirectory(path)
     if not directory.run_json.exists():
         return [path]
     parents = (directory.checkpoints, directory.hf)
-    return [part for parent in parents for part in sorted(parent.glob("[!.]*")) if part.is_dir()]
+    parts = [part for parent in parents for part in sorted(parent.glob("[!.]*")) if part.is_dir()]
+    return parts or [path]
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -80,8 +82,8 @@ def describe(path: Path) -> dict[str, Any]:
         shapes = [tensor.shape for tensor in HFWeights(path).tensors.values()]
     else:
         raise UserError(
-            f"{path} is not a checkpoint, HF directory or run; give one of RUN,"
-            " RUN/checkpoints/NAME, RUN/hf/NAME"
+            f"{path} is no checkpoint or HF directory, nor a run that holds one; give a RUN after"
+            " its first checkpoint, RUN/checkpoints/NAME or RUN/hf/NAME"
         )
     files = sorted(file for file in path.rglob("*") if file.is_file())
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in files}

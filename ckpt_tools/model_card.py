@@ -26,7 +26,7 @@ Load it with `AutoModelForCausalLM.from_pretrained("{{ revision }}")`, the path 
 - {{ lineage.coefficients[loop.index0] }} of `{{ ingredient.path }}`
 {%- endfor %}
 
-`lineage.json` says what this was made from, with size and SHA-256 of every file.
+`lineage.json` says what this was made from, with size and SHA-256 of every file of the model.
 {%- if license == "other" %} The publisher has not named a license yet.{% endif %}
 
 ## Parity with the training engine

@@ -77,8 +77,8 @@ def publish(run_dir: Path, out: Path, *, license: str = "other") -> list[Path]:
     Files are hashed before anything is written, and linked. Lineage, configurations and results are
     rewritten: no path or host of this machine is published.
 
-    `out` is new, or what this run was published in before; `license` is an identifier of the
-    hub.
+    `out` is new, or what this run was published in before: a revision whose export is no longer in
+    RUN/hf stays there. `license` is an identifier of the hub.
 
     Raises:
         UserError: there are no exports, one of them is damaged, not of this run or without its
@@ -86,7 +86,7 @@ def publish(run_dir: Path, out: Path, *, license: str = "other") -> list[Path]:
     """
     run = load_run(RunDirectory(run_dir).run_json)
     exports = _read_exports(run_dir, run)
-    _check_out(out, RunDirectory(run_dir).hf, exports, fingerprint(run))
+    _check_out(out, RunDirectory(run_dir).hf, fingerprint(run))
     revisions = {export.directory.resolve(): export.revision for export in exports}
     with Progress("publish", total=len(exports)) as progress:
         for export in exports:
@@ -146,13 +146,12 @@ def _results(hf_dir: Path, files: dict[str, FileRecord]) -> list[Result[Any]]:
     return results
 
 
-def _check_out(out: Path, hf: Path, exports: list[_Export], run_fingerprint: str) -> None:
+def _check_out(out: Path, hf: Path, run_fingerprint: str) -> None:
     """Raise UserError unless `out` is new, or holds only what this run was published as."""
     if out.resolve().is_relative_to(hf.resolve()):
         raise UserError(f"{out} is within the exports in {hf}; publish elsewhere")
-    revisions = {export.revision for export in exports}
     for path in sorted(out.glob("[!.]*")):
-        lineage, _ = (read_lineage(path) if path.name in revisions else None) or ({}, {})
+        lineage, _ = read_lineage(path) or ({}, {})
         if lineage.get("published", {}).get("fingerprint") != run_fingerprint:
             raise UserError(f"{path} was not published from this run; give a new directory")
 
@@ -177,15 +176,6 @@ def _lay_out(
         places = {key for key in content if key.endswith(PLACE_KEYS) and _is_place(content[key])}
         write_json(aside / name, {key: content[key] for key in content if key not in places})
 
-    # Results name the weights by the published hashes.
-    for result in export.results:
-        target = aside / result.path.relative_to(export.directory)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        content = _without_places(read_content(result.path), run_dir)
-        digests = {name: records[name].digest for name in result.model.weights_digests}
-        content["model"] |= {"weights_digests": digests}
-        write_sealed(target, content)
-
     # Ingredients of an average are named by their published revisions.
     # An empty environment keeps `write_lineage` from adding that of this process.
     lineage = {"environment": {}} | export.lineage
@@ -196,7 +186,18 @@ def _lay_out(
             ingredient["path"] = revisions.get(directory, str(directory))
     lineage["published"] = {"fingerprint": fingerprint(run), "revision": export.revision}
     lineage = _without_places(lineage, run_dir)
+    # Before the results: as that of an export, it vouches for the model alone, which a download
+    # takes without them.
     write_lineage(aside, lineage, records, "sha256")
+
+    # Results have a seal of their own each, and name the weights by the published hashes.
+    for result in export.results:
+        target = aside / result.path.relative_to(export.directory)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        content = _without_places(read_content(result.path), run_dir)
+        digests = {name: records[name].digest for name in result.model.weights_digests}
+        content["model"] |= {"weights_digests": digests}
+        write_sealed(target, content)
 
     settings = _without_places(run.model_dump(mode="json"), run_dir)
     card = model_card(export.revision, settings, lineage, export.results, license)

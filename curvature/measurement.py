@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from base.progress import Progress
 from base.ranks import Ranks
-from curvature.cost.memory import check_room
+from curvature.cost.memory import check_room, work_of
 from curvature.products.parameters import Probe
 from curvature.settings import CurvatureSettings, HutchinsonSettings, LanczosSettings
 from curvature.spectrum.density import density
@@ -59,9 +57,8 @@ def measure(
         subject = open_model(
             hf_dir, settings, data_prefix, ranks, needed=needed_sequences(settings)
         )
-    entries = subject.hessian.parameters.size // (ranks.size if settings.sharding == "fsdp" else 1)
-    vectors_device = torch.device("cpu") if settings.vectors == "host" else ranks.device
-    check_room(settings, entries, vectors_device)
+    vectors = [(work_of(settings).vectors, subject.entries)]
+    check_room(settings, vectors, subject.hessian.parameters.device)
     if isinstance(settings, HutchinsonSettings):
         with _timed(seconds, "traces"):
             measured = measure_traces(subject, settings)

@@ -151,6 +151,13 @@ class CurvatureSubject(NamedTuple):
         together = self.batches.number(0, sequences)
         return list(torch.split(together, self.settings.microbatch_sequences))
 
+    @property
+    def entries(self) -> int:
+        """Return the entries of a vector over all parameters that this rank holds."""
+        return self.hessian.parameters.size // (
+            self.sharing.ranks.size if self.settings.sharding == "fsdp" else 1
+        )
+
     def result(
         self, measured: dict[str, Any], more: dict[str, Any], seconds: dict[str, float]
     ) -> dict[str, Any]:

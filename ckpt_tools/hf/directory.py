@@ -115,7 +115,7 @@ def write_lineage(
     known_records: dict[str, FileRecord],
     algorithm: Algorithm = "blake3",
 ) -> None:
-    """Write lineage.json, sealed, the last file of a directory, with size and hash of all others.
+    """Write lineage.json, sealed, the last file of a model, with size and hash of all others.
 
     The environment is this process's, unless `lineage` has one.
 

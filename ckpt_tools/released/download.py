@@ -86,6 +86,11 @@ def _origins(
     local = is_local(source)
     if names and local:
         return {name: _local_origin(Path(source) / name, family) for name in names}
+    if names and family is not None:
+        raise UserError(
+            "--family tells how names are read, a --revision of the hub is fetched as it is named;"
+            " leave out --family"
+        )
     if names:
         return dict.fromkeys(names, source)
     revisions = choose(revisions_of(source, family), every=every, stage=stage)

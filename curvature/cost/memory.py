@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,13 @@ from base.host_memory import free_memory
 from base.ranks import Ranks
 from ckpt_tools.hf.forward import empty_model
 from curvature.products.parameters import block_of
-from curvature.settings import CurvatureSettings, HutchinsonSettings, ProductSettings
+from curvature.settings import (
+    CurvatureSettings,
+    HutchinsonSettings,
+    LanczosSettings,
+    ProductSettings,
+    StepSettings,
+)
 
 FP32 = 4
 # Of a GPU: CUDA context, NCCL's buffers, cuBLAS workspaces, slack of the allocator.
@@ -109,8 +116,10 @@ def check_loading(config: PretrainedConfig, settings: ProductSettings, ranks: Ra
         )
 
 
-def check_room(settings: CurvatureSettings, entries: int, device: torch.device) -> None:
-    """Raise UserError if vectors of `entries` entries do not fit the memory of this rank.
+def check_room(
+    settings: ProductSettings, vectors: Sequence[tuple[int, int]], device: torch.device
+) -> None:
+    """Raise UserError if vectors, so many of so many entries, do not fit the memory of this rank.
 
     The weights are in memory by now and the memory of a pass is known from the guard. Checked here,
     a lack of memory does not cost the hours before the vectors are needed.
@@ -128,24 +137,27 @@ def check_room(settings: CurvatureSettings, entries: int, device: torch.device) 
         kilobytes = dict(line.split(":", 1) for line in lines)
         most, now = (int(kilobytes[name].split()[0]) for name in ("VmHWM", "VmRSS"))
         of_pass, free = 1024 * (most - now), free_memory() // _ranks_here()
-    count = work_of(settings).vectors
-    needed = FP32 * count * entries + of_pass
+    needed = FP32 * sum(count * entries for count, entries in vectors) + of_pass
     if needed > free:
+        words = ", ".join(f"{count} vectors of {entries:,} entries" for count, entries in vectors)
         raise UserError(
-            f"{count} vectors of {entries:,} entries and a pass take {needed / 1e9:.3g} GB,"
+            f"{words} and a pass take {needed / 1e9:.3g} GB,"
             f" {free / 1e9:.3g} are free for a rank on {device.type}; give"
             f" {_fewer(settings, device)}"
         )
 
 
-def _fewer(settings: CurvatureSettings, device: torch.device) -> str:
-    """Return the options that would make room for vectors and are not given yet."""
+def _fewer(settings: ProductSettings, device: torch.device) -> str:
+    """Return what would make room for vectors and is not given yet."""
+    if isinstance(settings, StepSettings) and device.type == "cpu":
+        # Every rank holds the whole step there, however many share the model.
+        return "more memory, or fewer ranks on a machine"
     ways = ["more ranks with --sharding fsdp"]
     if device.type == "cuda":
         ways.insert(0, "--vectors host")
-    if not isinstance(settings, HutchinsonSettings):
+    if isinstance(settings, LanczosSettings):
         ways.append("lower --steps and --max-iterations")
-    elif settings.lambda_max:
+    elif isinstance(settings, HutchinsonSettings) and settings.lambda_max:
         ways.append("--no-lambda-max or a lower --max-iterations")
     return ", or ".join(ways)
 

@@ -64,6 +64,8 @@ def measure(
         needed=settings.sequences,
     )
     tokens_BS1 = batches.number(0, settings.sequences)
+    # A result that does not fit the model is refused before it is loaded.
+    step = read_step(hf_dir, quantized)
 
     def losses_of(directory: Path) -> tuple[SequenceLosses, Tensor]:
         model = load_hf_model(directory, torch.float32, "sdpa")
@@ -88,7 +90,7 @@ def measure(
     del before  # a copy of the weights less
 
     # the second, to the quantized weights
-    step, files = read_step(hf_dir, quantized), names_in_files(base.model)
+    files = names_in_files(base.model)
     second = {
         name: delta.view_as(weight).to(weight.device)
         for name, weight in base.weights.items()

@@ -1,14 +1,18 @@
 """Curvature along quantization steps of a model: model, steps and products put together."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from base.errors import UserError
 from base.progress import Progress
 from base.ranks import Ranks
 from ckpt_tools.hf.forward import names_in_files
+from curvature.cost.memory import check_room
 from curvature.products.exact import Quadratic
 from curvature.products.parameters import block_of
 from curvature.products.probes import rademacher
@@ -16,6 +20,9 @@ from curvature.settings import StepSettings
 from curvature.step.prediction import UNITS, Vector, predict
 from curvature.step.quantized import QuantizationStep, read_step
 from curvature.subject import CurvatureSubject, open_model
+
+VECTORS = 2  # over all parameters: theta, and theta + delta
+COPIES = 3  # of the step's tensors: itself, random signs, and their product
 
 
 def measure(
@@ -43,6 +50,7 @@ def measure(
     steps = [read_step(hf_dir, result_dir) for result_dir in result_dirs]
     needed = settings.microbatches * settings.microbatch_sequences
     subject = open_model(hf_dir, settings, data_prefix, ranks, needed=needed)
+    _check_room(subject, settings, max(_entries(step) for step in steps))
     common = _Common(subject, settings)
     for result_dir, step in zip(result_dirs, steps, strict=True):
         measured = _predicted(subject, step, settings, common) | {
@@ -53,6 +61,24 @@ def measure(
         more = {"name": f"step-{step.spec}", "quantized": quantized}
         yield subject.result(measured, more, {"all": time.perf_counter() - clock})
         clock = time.perf_counter()
+
+
+def _entries(step: QuantizationStep) -> int:
+    """Return the entries of the tensors that a step may move."""
+    return sum(math.prod(tensor.shape) for tensor in step.quantized.values())
+
+
+def _check_room(subject: CurvatureSubject, settings: StepSettings, entries: int) -> None:
+    """Raise UserError if a step of so many entries does not fit the memory of this rank."""
+    parameters = (VECTORS, subject.entries)
+    # Tensors of the step are on the host, whole on every rank.
+    tensors, host = (COPIES, entries), torch.device("cpu")
+    device = subject.hessian.parameters.device
+    if device == host:
+        check_room(settings, [parameters, tensors], host)
+    else:
+        check_room(settings, [parameters], device)
+        check_room(settings, [tensors], host)
 
 
 class _Common:
@@ -111,7 +137,8 @@ def _predicted(
                 return common.loss(index)
             theta_p = parameters.point()
             try:
-                parameters.move(theta_p + parameters.take(v))
+                # In place: a third vector would be as large as the model.
+                parameters.move(parameters.take(v).add_(theta_p))
                 return subject.model.loss(subject.microbatch(index)).value
             finally:
                 parameters.move(theta_p)

@@ -166,9 +166,8 @@ def predict(
     losses = []
     for index in range(microbatches):
         probe, probed = random(index)
-        with_signs = {name: probe[name] * tensor for name, tensor in delta.items()}
         # Over the signs, terms between two blocks have mean 0: one product serves every part.
-        signed = evaluate(index, with_signs).dots
+        signed = evaluate(index, {name: probe[name] * moved for name, moved in delta.items()}).dots
         # By the function that measures after the step: rounding that they share is not an increase.
         losses.append(loss_moved(index, {}))
         for part in (step, *blocks):

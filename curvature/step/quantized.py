@@ -38,7 +38,7 @@ class QuantizationStep(NamedTuple):
         measured: the cost of quantization on the text of result.json, nats per token; where it was
             measured, also that of each block quantized alone.
         base, quantized: the tensors of either in their files, by name; `quantized` holds those
-            that differ, block after block.
+            that differ in any bit, block after block.
     """
 
     spec: str
@@ -51,7 +51,9 @@ class QuantizationStep(NamedTuple):
         if name not in self.quantized:
             return None
         base, quantized = self.base[name], self.quantized[name]
-        return quantized.read(0, quantized.shape[0]).float() - base.read(0, base.shape[0]).float()
+        delta = quantized.read(0, quantized.shape[0]).float() - base.read(0, base.shape[0]).float()
+        # Bits may differ where values do not: 0 and -0.
+        return delta if delta.any() else None
 
 
 def read_step(hf_dir: Path, result_dir: Path) -> QuantizationStep:
@@ -93,10 +95,6 @@ def read_step(hf_dir: Path, result_dir: Path) -> QuantizationStep:
                 f"{result_dir} was measured in {dense.dtype}, {hf_dir} holds more digits, which the"
                 " step would count as quantization; measure it with --dtype fp32"
             )
-    if not quantized:
-        raise UserError(
-            f"{result_dir} quantized nothing: its weights are those of {hf_dir}; choose fewer bits"
-        )
 
     cost = {
         "cross_entropy": measured.cross_entropy,
@@ -107,7 +105,13 @@ def read_step(hf_dir: Path, result_dir: Path) -> QuantizationStep:
         cost["blocks"] = [
             {"block": each.block, **_increase(each.alone)} for each in measured.blocks
         ]
-    return QuantizationStep(dense.spec, cost, base, quantized)
+    step = QuantizationStep(dense.spec, cost, base, quantized)
+    # Reads no further than to the first tensor that differs.
+    if all(step.delta(name) is None for name in quantized):
+        raise UserError(
+            f"{result_dir} quantized nothing: its weights are those of {hf_dir}; choose fewer bits"
+        )
+    return step
 
 
 def _increase(measured: Quantization | Increase) -> dict[str, Any]:

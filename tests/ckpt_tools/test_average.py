@@ -59,8 +59,11 @@ def lineage_of(hf_dir: Path) -> dict:
         ({"weights": "0.9,0.3,0.1,0.1,0.6"}, "weighted", [0.45, 0.15, 0.05, 0.05, 0.3]),
         # beyond the last, away from the first
         ({"weights": "-1,0,0,0,3"}, "weighted", [-0.5, 0, 0, 0, 1.5]),
+        # beyond both ends of what fp32 holds
+        ({"weights": "1e-44,0,0,0,3e-44"}, "weighted", [0.25, 0, 0, 0, 0.75]),
+        ({"weights": "1e300,0,0,0,3e300"}, "weighted", [0.25, 0, 0, 0, 0.75]),
     ],
-    ids=["uniform", "weighted", "extrapolated"],
+    ids=["uniform", "weighted", "extrapolated", "tiny", "huge"],
 )
 def test_means_are_within_their_bound_of_the_exact_ones(
     models, tmp_path, options, method, coefficients

@@ -20,6 +20,21 @@ HEAVY = ("torch", "transformers", "huggingface_hub")
         ),
         (["average", "out", "none", "nowhere"], "none is not a directory"),
         (["download", "a/b", "out", "--every", "2", "--revision", "c"], "one or the other"),
+        *(
+            (
+                ["download", "a/b", "out", "--tokenizer-only", *option.split()],
+                f"--tokenizer-only takes no {option.split()[0]}; leave out one or the other",
+            )
+            for option in ("--revision c", "--every 2", "--stage d", "--family e/f", "--dry-run")
+        ),
+        (
+            ["download", "a/b", "out", "--dry-run", "--revision", "c"],
+            "--dry-run takes no --revision; leave out one or the other",
+        ),
+        (
+            ["download", "a/b", "out", "--revision", "c", "--family", "e/f"],
+            "fetched as it is named; leave out --family",
+        ),
         (["inspect", "none"], "none is not a directory"),
         (["publish", "none", "out"], "give a run directory"),
     ],

@@ -15,13 +15,14 @@ from base.digests import digest_of
 from base.errors import UserError
 from base.files import record_files, write_json
 from base.frozen import fingerprint
+from ckpt_tools.__main__ import app
 from ckpt_tools.export import export
 from ckpt_tools.hf.directory import CONFIGURATION_FILES
 from ckpt_tools.hf.model import identify
 from ckpt_tools.verify import verify
 from tests.ckpt_tools.checkpoints import seal
 from tests.conftest import LAYOUTS, layouts
-from tests.runs import error_line, python
+from tests.runs import called, error_line, python
 from tests.sealing import flip_digit, reseal
 from train.run.config import dump_run, load_run
 from train.run.directory import CHECKPOINT_JSON
@@ -156,10 +157,13 @@ def test_a_damaged_export_is_put_right_and_what_was_measured_stays(exported, tra
     assert (out / "quant").is_dir()
 
 
-def test_several_checkpoints_go_under_their_own_names(trained, exported, tmp_path):
-    checkpoints = [str(trained("dp1") / "checkpoints" / f"step{step:08d}") for step in (10, 20)]
-    done = python("ckpt_tools", "export", *checkpoints, "--into", str(tmp_path / "hf"))
-    assert done.returncode == 0, done.stderr
+def test_several_checkpoints_go_under_their_own_names(trained, exported, tmp_path, monkeypatch):
+    """The last is given as the directory that one is in."""
+    checkpoints = trained("dp1") / "checkpoints"
+    monkeypatch.chdir(checkpoints / "step00000020")
+    given = [checkpoints / "step00000010", "."]
+    assert called(app, "ckpt_tools", "export", *given, "--into", tmp_path / "hf") == 0
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"step00000010", "step00000020"}
     for step in (10, 20):
         weights = tmp_path / "hf" / f"step{step:08d}" / "model.safetensors"
         assert weights.read_bytes() == (exported("dp1", step) / "model.safetensors").read_bytes()

@@ -61,6 +61,7 @@ def test_a_checkpoint_and_its_export_tell_the_same(run, capsys):
         printed = capsys.readouterr().out
         assert all(name in printed for name in description["files"])
         assert f"{record.tokens:,}" in printed
+        assert ("weights only    False\n" in printed) == (path == checkpoint)
     assert describe(checkpoint)["quantdyn"] == record.quantdyn == version()
 
 
@@ -146,9 +147,12 @@ def test_the_command_checks_all_and_refuses_the_first(run, tmp_path):
 
 
 def test_what_is_nothing_of_that_kind_is_refused(run, tmp_path):
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(UserError, match="is not a checkpoint, HF directory or run"):
-            describe(path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copy(run / "run.json", empty)
+    for path in (tmp_path / "none", tmp_path, empty):
+        with pytest.raises(UserError, match=f"{path} is no checkpoint or HF directory, nor a run"):
+            inspect([path])
 
 
 def test_a_record_of_a_hundred_million_layers_takes_no_memory(run):

@@ -20,8 +20,11 @@ from base.errors import UserError
 from base.files import record_file, write_json
 from ckpt_tools.averaging import average_models
 from ckpt_tools.export import export
-from ckpt_tools.hf.directory import write_result
+from ckpt_tools.hf.directory import RESULT_JSON, write_result
+from ckpt_tools.hf.model import identify
+from ckpt_tools.hf.results import read_result
 from ckpt_tools.publishing import publish, published_name, tokens_unit
+from ckpt_tools.released.download import download
 from ckpt_tools.verify import verify
 from tests.ckpt_tools.checkpoints import seal
 from tests.runs import PROJECT
@@ -188,6 +191,20 @@ def test_what_is_published_has_the_hashes_that_others_compute(published):
             assert all(files[name]["digest"] == digest for name, digest in digests.items())
 
 
+def test_a_download_of_what_is_published_is_whole_without_its_results(published, tmp_path):
+    """lineage.json vouches for the model alone; a result that was changed is still refused."""
+    download(str(published), tmp_path / "models", revisions=[LAST])
+    copy = tmp_path / "models" / LAST
+    assert not list(copy.glob(f"*/*/{RESULT_JSON}"))
+    assert verify(copy)["parity"]["logits"] <= 1e-5
+    assert identify(copy)["weights_digests"].keys() == {"model.safetensors"}
+    shutil.copytree(published / LAST, tmp_path / "changed")
+    changed = tmp_path / "changed" / "quant" / SPEC / RESULT_JSON
+    changed.write_text(changed.read_text().replace("3.4", "3.3"))
+    with pytest.raises(UserError, match="was changed after it was written"):
+        read_result(changed)
+
+
 def test_nothing_of_this_machine_is_published(exported_run, published, tmp_path_factory):
     places = [str(tmp_path_factory.getbasetemp().parent), str(PROJECT)]
     for path in published.rglob("*"):
@@ -245,6 +262,16 @@ def test_publishing_again_repairs_what_was_changed(exported_run, tmp_path):
     (out / LAST / "config.json").unlink()
     publish(exported_run, out, license="apache-2.0")
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == whole
+
+
+def test_a_published_revision_that_has_left_the_run_stays(exported_run, published, tmp_path):
+    ignored = shutil.ignore_patterns("checkpoints", SOUP)
+    run = shutil.copytree(exported_run, tmp_path / "dp1", ignore=ignored)
+    out = shutil.copytree(published, tmp_path / "out")
+    left = out / f"{LAST}-soup2"
+    whole = {path: path.read_bytes() for path in left.rglob("*") if path.is_file()}
+    assert [path.name for path in publish(run, out)] == REVISIONS[:-1]
+    assert {path: path.read_bytes() for path in left.rglob("*") if path.is_file()} == whole
 
 
 def test_where_no_link_is_possible_files_are_copied(exported_run, tmp_path, monkeypatch):

@@ -26,10 +26,13 @@ from curvature.cost.memory import PROCESS_BYTES, work_of
 from curvature.cost.plan import GpuPlan, cost_lines, estimate
 from curvature.cost.simulation import simulate
 from curvature.measurement import measure
-from curvature.products.exact import DualHessian, streamed
+from curvature.products.exact import DualHessian, Quadratic, streamed
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Parameters, Probe
-from curvature.settings import HutchinsonSettings, LanczosSettings
+from curvature.settings import HutchinsonSettings, LanczosSettings, StepSettings
+from curvature.step.measurement import COPIES, VECTORS
+from curvature.step.measurement import measure as measure_step
+from curvature.step.prediction import predict
 from tests.conftest import make_hf_directory, widths
 from tests.curvature.allocated import most_allocated
 
@@ -353,3 +356,31 @@ def test_vectors_are_those_that_are_held(monkeypatch, hf_dir, held_out_prefix, s
     assert most - 1 <= vectors.most <= most
     only_traces = isinstance(settings, HutchinsonSettings) and not settings.lambda_max
     assert only_traces == (vectors.most == 1)
+
+
+def test_vectors_of_a_step_are_those_that_are_held(monkeypatch, family, held_out_prefix):
+    monkeypatch.setattr(curvature.products.parameters, "ENTRIES_PER_SUM", {"cpu": 20_000})
+    settings = StepSettings(microbatches=2, sequence_length=8)
+    given = (family.base, [family.quantized], settings, held_out_prefix, ALONE)
+    size = Parameters(AutoModelForCausalLM.from_pretrained(family.base)).size
+    with Vectors(4 * size) as vectors:
+        assert len(list(measure_step(*given))) == 1
+    assert vectors.most == VECTORS
+
+
+def test_tensors_of_a_step_are_those_that_are_held():
+    """Beside the step itself, by torch's count; its squares are taken of one tensor at a time."""
+    delta = {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(50_000) for i in range(40)}
+    dots = dict.fromkeys(delta, 1.0)
+
+    def held() -> None:
+        predict(
+            lambda *_: Quadratic(7.0, 1.0, dots),
+            lambda *_: 7.0,
+            delta,
+            lambda _: ({name: tensor.clone() for name, tensor in delta.items()}, dots),
+            microbatches=3,
+        )
+
+    copy = sum(tensor.nbytes for tensor in delta.values())
+    assert most_allocated(held) == pytest.approx((COPIES - 1) * copy, rel=0.05)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Olmo2ForCausalLM
 
+from curvature.cost import memory
 from curvature.dual import blocks
 from curvature.dual.elementwise import rms_norm
 from tests.conftest import make_hf_directory
@@ -152,7 +153,7 @@ def test_results_lie_beside_their_models_and_nowhere_else(capsys, tmp_path, held
     assert command("hutchinson", models[0], *arguments, "--out", models[0] / "config.json") == 2
 
 
-def test_steps(capsys, tmp_path, family, held_out_prefix):
+def test_steps(capsys, tmp_path, family, held_out_prefix, monkeypatch):
     """Every refusal leaves both results as they were."""
     base, result = family.base, family.quantized
     before = (result / "result.json").read_bytes()
@@ -171,6 +172,10 @@ def test_steps(capsys, tmp_path, family, held_out_prefix):
     assert "result.json does not exist; measure it" in refused(base, tmp_path)
     assert "would be lost; give another --out" in refused(base, result, "--out", result)
     assert "'microbatches'" in refused(base, result, "--microbatches", "1")
+    with monkeypatch.context() as patch:  # room for weights and tangents of 41,248 entries
+        patch.setattr(memory, "free_memory", lambda: 400_000)
+        line = refused(base, result)
+    assert re.search("2 vectors of 41,248 entries, 3 vectors of 20,480 .* give more memory", line)
     bare = tmp_path / "rtn-b3-g16"
     shutil.copytree(result, bare)
     shutil.rmtree(bare / "dense")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from curvature.slices import measurement
 from curvature.step.quantized import QuantizationStep
 from tests.conftest import make_hf_directory
 from tests.curvature.conftest import command, make_family
@@ -186,12 +187,13 @@ def test_weights_that_do_not_belong_together_are_refused(
 
     wider = make_hf_directory(tmp_path / "wider", intermediate_size=96)
     assert "has other parameters than" in refusal(family.base, previous=wider)
-    other = make_hf_directory(tmp_path / "other", seed=9)
-    assert "is of another model than" in refusal(other)
     assert "differ from the model" in refusal(family.base, previous=family.base)
-    bare = tmp_path / "rtn-b4"
+    other, bare = make_hf_directory(tmp_path / "other", seed=9), tmp_path / "rtn-b4"
     bare.mkdir()
-    assert "result.json does not exist" in refusal(family.base, quantized=bare)
+    with monkeypatch.context() as patch:
+        patch.setattr(measurement, "load_hf_model", lambda *_: pytest.fail("loaded before"))
+        assert "is of another model than" in refusal(other)
+        assert "result.json does not exist" in refusal(family.base, quantized=bare)
     broken = make_hf_directory(tmp_path / "broken")
     model = AutoModelForCausalLM.from_pretrained(broken)
     with torch.no_grad():

@@ -14,12 +14,14 @@ from curvature.step.quantized import read_step
 from quant_eval.measuring.measurement import measure
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
+from tests.curvature.conftest import command
 from tests.digests import blake3_of
 from tests.quant_eval.models import run_settings
 from tests.sealing import edited, reseal
 from tests.train.trajectories import flip_a_byte
 
 SPEC = parse_spec("rtn-b3-g32")
+BLOCK, DENSE = "dense/block00001.safetensors", "dense/dense.json"
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +103,40 @@ def test_bf16_weights_of_an_fp32_base_are_refused(measured):
         read_step(measured / "fp32", measured / "fp32-bf16")
 
 
+@pytest.mark.parametrize(("on_grid", "moved"), [("layers.1.", ["layer0"]), ("layers.", None)])
+def test_weights_that_are_on_their_grid_make_no_step(
+    tmp_path, train_prefix, held_out_prefix, capsys, on_grid, moved
+):
+    """Those of a block, or all: of -0 quantization changes the bits, not the value."""
+    base = make_hf_directory(tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if on_grid in name and "proj" in name:
+            weight.copy_(torch.randint(-3, 5, weight.shape, generator=generator) / -32)
+            weight[:, ::32], weight[:, 1::32] = -4 / 32, 3 / 32  # the ends of each group's grid
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+
+    settings = run_settings(train_prefix, held_out_prefix, dense=True)
+    (result,) = measure(base, (parse_spec("rtn-b3-g32-asym"),), (tmp_path / "q",), settings, ALONE)
+    reseal(tmp_path / "q" / "result.json", result)
+    assert any(on_grid in name for name in load_file(tmp_path / "q" / BLOCK)), "its bits differ"
+
+    given = ["--quantized", tmp_path / "q", "--data", held_out_prefix, "--microbatches", 2]
+    status = command("step", base, *given, "--out", tmp_path / "out")
+    if moved is None:
+        assert status == 2
+        assert f"{tmp_path / 'q'} quantized nothing" in capsys.readouterr().err.splitlines()[-1]
+        return
+    assert status == 0
+    measured = json.loads((tmp_path / "out" / "result.json").read_text())["measured"]
+    assert list(measured["blocks"]) == moved
+    size = sum(w.numel() for name, w in weights.items() if "layers.0." in name and "proj" in name)
+    assert measured["whole"]["parameters"] == size
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[:-4])
-
-
-BLOCK, DENSE = "dense/block00001.safetensors", "dense/dense.json"
 
 
 @pytest.mark.parametrize(
