@@ -230,11 +230,11 @@ def axes_of(runs: Sequence[AnyRun], controls: Set[str] = frozenset()) -> tuple[A
         if quantity.of is _schedule:
             # A control is named as one, not by the schedule that is left without its anneal.
             everywhere |= dict.fromkeys(controls, NO_ANNEAL)
-        axes[key] = _axis(key, quantity, everywhere | values)
+        axes[key] = _axis(key, quantity, everywhere | values, values)
     if not axes:
         quantity = QUANTITIES["peak_lr"]
         values = {run.name: quantity.of(run) for run in trained}
-        return (_axis("peak_lr", quantity, values),)
+        return (_axis("peak_lr", quantity, values, values),)
     return tuple(axes.values())
 
 
@@ -309,11 +309,11 @@ def _is_implied(values: dict[str, Value], quantity: _Quantity, axes: Iterable[Ax
     return len(set(places.values())) == len({(places[run], values[run]) for run in values})
 
 
-def _axis(key: str, quantity: _Quantity, values: dict[str, Value]) -> Axis:
+def _axis(key: str, quantity: _Quantity, values: dict[str, Value], compared: Iterable[str]) -> Axis:
     scale: Scale = "category"
-    # A control may have a word among numbers, which decide the scale.
-    numbers = [value for value in values.values() if not isinstance(value, str)]
-    if numbers:
+    # A control may have a word among numbers; a run that is compared would have no place there.
+    if not any(isinstance(values[run], str) for run in compared):
+        numbers = [value for value in values.values() if not isinstance(value, str)]
         scale = "log" if min(numbers) > 0 else "linear"
     return Axis(key=key, name=quantity.name, unit=quantity.unit, scale=scale, values=values)
 
@@ -321,8 +321,10 @@ def _axis(key: str, quantity: _Quantity, values: dict[str, Value]) -> Axis:
 def amount_name(tokens: float) -> str:
     """Return tokens in three digits: 50e9 -> '50b', 28311552000 -> '28.3b', 32768 -> '32.8k'."""
     for unit, letter in ((1e12, "t"), (1e9, "b"), (1e6, "m"), (1e3, "k")):
-        if tokens >= unit:
-            return f"{tokens / unit:.3g}{letter}"
+        amount = f"{tokens / unit:.3g}"
+        # As rounded: 999.8 million are 1b, in millions their three digits would be 1e+03.
+        if float(amount) >= 1:
+            return amount + letter
     return f"{tokens:g}"
 
 
@@ -354,12 +356,10 @@ def varied_of(axes: Sequence[Axis], controls: Set[str] = frozenset()) -> Varied 
         return None
     # Curves are drawn against numbers; words make groups.
     axis = next((axis for axis in axes if axis.scale != "category"), axes[0])
-    is_category = axis.scale == "category"
-    values = {
-        run: value
-        for run, value in axis.values.items()
-        if is_category or not isinstance(value, str)
-    }
+    # Words and the numbers among them are shown as labels have them; numbers keep their places.
+    values: dict[str, Value] = {run: axis.text_of(run) for run in axis.values}
+    if axis.scale != "category":
+        values = {run: each for run, each in axis.values.items() if not isinstance(each, str)}
     others = [other for other in axes if other is not axis]
     groups = {run: text_of(others, run, controls) for run in values}
     return Varied(axis.key, axis.name, axis.unit, axis.scale, values, groups)

@@ -19,7 +19,7 @@ from study.claims.verdict import Evidence, Measure, NotTested
 from study.measurements.kind import Column
 from study.measurements.quantization import CROSS_ENTROPY, ERRORS, QUANTIZED_LOSS
 from study.results.paired import Paired, Weighted
-from study.results.summary import RunSummary, enumeration, lineage
+from study.results.summary import RunSummary, enumeration, left_out, lineage
 from study.results.table import Row, trained
 from train.run.config import RunConfig
 
@@ -280,12 +280,14 @@ def _answer(
     run = next(iter(sweep.values()))[0].run
     # What the runs of one sweep share tells it from the other sweeps of the study.
     others = [axis for axis in study.axes if axis.key != "peak_lr"]
-    shared = "".join(f"{axis.name} {axis.text_of(run.name)}, " for axis in others)
+    shared = [f"{axis.name} {axis.text_of(run.name)}" for axis in others]
+    used = {end.run.name for ends in sweep.values() for end in ends}
     try:
         answer = rank(measure, sweep, *arguments)
     except NotTested as reason:
         answer = Answer(measure, "not ranked", [], str(reason))
-    return answer._replace(where=shared + answer.where)
+    said = [*shared, answer.where, left_out(measure.evidence.ends, used)]
+    return answer._replace(where=", ".join(filter(None, said)))
 
 
 NOTE = (

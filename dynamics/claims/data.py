@@ -65,17 +65,22 @@ def alike(ends: Iterable[RunSummary], but: Iterable[str]) -> list[Chosen]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def replicated(ends: Iterable[RunSummary], but: Iterable[str]) -> dict[str, list[Chosen]]:
-    """Return groups of runs that are the same but for these keys, one for every seed.
+def replicated(
+    ends: Iterable[RunSummary], but: Iterable[str]
+) -> dict[str, dict[int | None, Chosen]]:
+    """Return groups of runs that are the same but for these keys, by seed.
 
     Each is under the labels of its runs, those of the first seed.
     """
-    by_label: dict[str, list[Chosen]] = {}
+    by_label: dict[str, dict[int | None, Chosen]] = {}
     for group in alike(ends, [*but, "seed"]):
-        by_seed = grouped(group, lambda end: end.run.seed)  # type: ignore[union-attr]
-        sets = [ends for ends in by_seed.values() if len({end.group for end in ends}) > 1]
+        by_seed = grouped(group, lambda end: end.seed)
+        sets = {
+            seed: ends for seed, ends in by_seed.items() if len({end.group for end in ends}) > 1
+        }
         if sets:
-            by_label[enumeration([end.group for end in sets[0]])] = sets
+            first = next(iter(sets.values()))
+            by_label[enumeration([end.group for end in first])] = sets
     return by_label
 
 
@@ -117,15 +122,16 @@ def budgets(measure: Measure) -> Verdict:
         raise NotTested("no two runs hold the rate, then anneal, and differ in their length alone")
     # `annealed` leaves out the runs without a control, which the margin needs.
     tested = {end.run.name for end in annealed(measure)}
-    if not all(end.run.name in tested for sets in groups.values() for ends in sets for end in ends):
+    swept = [ends for sets in groups.values() for ends in sets.values()]
+    if not all(end.run.name in tested for ends in swept for end in ends):
         raise NotTested("an annealed run has no control at equal tokens")
 
     changes, margins, spans = dict[str, Replicates](), dict[str, Replicates](), set[float]()
     for label, sets in groups.items():
-        rows = [[measure.end(end) for end in ends] for ends in sets]
-        changes[label] = list(map(growth_over, rows))
-        margins[label] = [_share_of_anneal(measure, ends) for ends in sets]
-        spans |= set(map(doublings, rows))
+        rows = {seed: [measure.end(end) for end in ends] for seed, ends in sets.items()}
+        changes[label] = {seed: growth_over(of_seed) for seed, of_seed in rows.items()}
+        margins[label] = {seed: _share_of_anneal(measure, ends) for seed, ends in sets.items()}
+        spans |= set(map(doublings, rows.values()))
 
     beside = (
         f"slope x span over {reach(spans)} doublings of the budget; the margin is {MARGIN:g} of the"
@@ -152,8 +158,8 @@ def schedules(measure: Measure) -> Verdict:
     chosen = [end for fits in KINDS for end in _of_schedule(measure.evidence.ends, fits)]
     parts = dict[str, Replicates]()
     for label, sets in replicated(chosen, ("total_steps", "schedule")).items():
-        contrasts = []
-        for ends in sets:
+        contrasts: Replicates = {}
+        for seed, ends in sets.items():
             kinds = [_of_schedule(ends, fits) for fits in KINDS]
             # A slope takes two budgets under both schedules.
             if min(len({end.run.total_steps for end in kind}) for kind in kinds) < 2:
@@ -161,7 +167,7 @@ def schedules(measure: Measure) -> Verdict:
             rows = [[measure.end(end) for end in kind] for kind in kinds]
             span = min(map(doublings, rows))  # both slopes over the same doublings
             cosine, cooldown = map(slope_over_tokens, rows)
-            contrasts.append(times(span, [*cosine, *times(-1, cooldown)]))
+            contrasts[seed] = times(span, [*cosine, *times(-1, cooldown)])
         if contrasts:
             parts[label] = contrasts
     if not parts:

@@ -18,6 +18,7 @@ from study.claims.finding import (
     directed,
     mean_of,
     times,
+    unpaired,
 )
 from study.claims.verdict import (
     Measure,
@@ -147,7 +148,7 @@ def _decaying(measure: Measure, end: RunSummary) -> list[Row]:
 def by_group(contrast: Contrast, ends: Sequence[RunSummary]) -> dict[str, Replicates]:
     """Return a contrast of the runs that are the same but for their seed, by their label."""
     groups = grouped(ends, lambda end: end.group)
-    return {label: [contrast(end) for end in group] for label, group in groups.items()}
+    return {label: {end.seed: contrast(end) for end in group} for label, group in groups.items()}
 
 
 def reach(values: Iterable[float]) -> str:
@@ -225,7 +226,11 @@ def divergence(measure: Measure) -> Verdict:
     parts = {label: _parted(of_loss, measure, part) for label, part in contrasts.items()}
     whole = mean_of(list(contrasts.values()))
     verdict = conclude(
-        measure, (_parted(of_loss, measure, whole), measure.estimate(whole)), parts, "apart"
+        measure,
+        (_parted(of_loss, measure, whole), measure.estimate(whole)),
+        parts,
+        "apart",
+        [unpaired(measure, whole)],
     )
     loss = of_loss.figure.signed(of_loss.estimate(whole).value)
     return verdict._replace(effect=f"{verdict.effect}, loss {loss}")

@@ -14,7 +14,7 @@ from base.statistics import holm
 from dynamics.claims.data import replicated
 from dynamics.claims.schedule import change, slope_over
 from quant_eval.specs import parse_spec
-from study.claims.finding import all_directed, bounded, directed, mean_of, times
+from study.claims.finding import all_directed, bounded, combined, directed, mean_of
 from study.claims.verdict import (
     ALPHA,
     Evidence,
@@ -36,6 +36,7 @@ from study.results.table import Row
 from train.run.config import RunConfig
 
 EQUAL_LOSS = 0.01  # of the loss: two losses are equal that differ by less
+Sweep = dict[float, dict[int | None, Row]]  # the ends by peak and seed
 Pairing = Callable[[Iterable[float]], Iterable[tuple[float, float]]]
 
 
@@ -44,41 +45,59 @@ def _peak(end: RunSummary) -> float:
     return end.run.optimizer.peak_lr
 
 
-def _sweeps(measure: Measure) -> list[dict[float, list[Row]]]:
+def _swept(measure: Measure) -> list[dict[int | None, dict[float, RunSummary]]]:
+    """Return the ends of runs that differ in their peak alone, by seed and peak."""
+    groups = replicated(measure.evidence.ends, ("optimizer.peak_lr",)).values()
+    return [
+        {seed: {_peak(end): end for end in ends} for seed, ends in sets.items()} for sets in groups
+    ]
+
+
+def _sweeps(measure: Measure) -> list[Sweep]:
     """Return the ends of runs that differ in their peak alone: rows of each seed by rising peak."""
-    groups = replicated(measure.evidence.ends, ("optimizer.peak_lr",))
+    groups = _swept(measure)
     if not groups:
         raise NotTested("no two runs differ in their peak learning rate alone")
     sweeps = []
-    for sets in groups.values():
+    for by_seed in groups:
         # Only peaks that every seed has, so that slopes are paired seed by seed.
-        peaks = sorted(
-            set.intersection(*({_peak(end) for end in ends_of_seed} for ends_of_seed in sets))
-        )
-        ends = {
-            (seed, _peak(end)): end
-            for seed, ends_of_seed in enumerate(sets)
-            for end in ends_of_seed
-        }
+        peaks = sorted(set.intersection(*map(set, by_seed.values())))
         sweeps.append(
-            {peak: [measure.end(ends[seed, peak]) for seed in range(len(sets))] for peak in peaks}
+            {
+                peak: {seed: measure.end(ends[peak]) for seed, ends in by_seed.items()}
+                for peak in peaks
+            }
         )
     return [sweep for sweep in sweeps if len(sweep) > 1]
 
 
-def _slopes(sweep: dict[float, list[Row]]) -> Replicates:
+def _peaks_left_out(measure: Measure) -> str:
+    """Return in words the peaks that `_sweeps` leaves out; empty for none."""
+    lacking = {
+        peak
+        for by_seed in _swept(measure)
+        for peak in set[float]().union(*by_seed.values())
+        if not all(peak in ends for ends in by_seed.values())
+    }
+    names = ", ".join(f"{peak:g}" for peak in sorted(lacking))
+    return f"left out, which not every seed has: {names}" if lacking else ""
+
+
+def _slopes(sweep: Sweep) -> Replicates:
     """Return the slope of the figure over log2 of the peak, of each seed."""
-    by_seed = zip(*sweep.values(), strict=True)
-    return [
-        slope_over([(row, log2(peak)) for peak, row in zip(sweep, rows, strict=True)])
-        for rows in by_seed
-    ]
+    seeds = next(iter(sweep.values()))
+    return {
+        seed: slope_over([(rows[seed], log2(peak)) for peak, rows in sweep.items()])
+        for seed in seeds
+    }
 
 
-def _steps(sweeps: Sequence[dict[float, list[Row]]], pairs: Pairing) -> dict[str, Replicates]:
+def _steps(sweeps: Sequence[Sweep], pairs: Pairing) -> dict[str, Replicates]:
     """Return the change of the figure between pairs of peaks, from the lower to the higher."""
     return {
-        f"{low:g} to {high:g}": list(map(change, sweep[low], sweep[high]))
+        f"{low:g} to {high:g}": {
+            seed: change(row, sweep[high][seed]) for seed, row in sweep[low].items()
+        }
         for sweep in sweeps
         for low, high in pairs(sweep)
     }
@@ -100,11 +119,13 @@ def peaks(measure: Measure) -> Verdict:
     # The mean slope is the whole that decides, steps from peak to peak are its parts.
     slopes = [_slopes(sweep) for sweep in sweeps]
     steps, whole = _steps(sweeps, pairwise), mean_of(slopes)
-    verdict = all_directed(measure, steps, "lower", whole, "steps of the peak", " per 2x")
+    beside = "; ".join(filter(None, ["steps of the peak", _peaks_left_out(measure)]))
+    verdict = all_directed(measure, steps, "lower", whole, beside, " per 2x")
     # This test stands in for seeds, where one sweep has runs enough for it to decide.
     if verdict.holds_seeds or len(sweeps) > 1 or _best_p(len(sweeps[0])) > ALPHA:
         return verdict
-    tau, p = kendall(list(sweeps[0]), [rows[0][measure.column] for rows in sweeps[0].values()])
+    ends = [row for rows in sweeps[0].values() for row in rows.values()]  # of the only seed
+    tau, p = kendall(list(sweeps[0]), [row[measure.column] for row in ends])
     outcome = verdict.outcome if p <= ALPHA else "not decided"
     words = f"Kendall's tau over the runs {tau:+.2f}, exact p {p:.2g}, which decides"
     return verdict._replace(outcome=outcome, p=p, statistic=f"{words}; {verdict.statistic}")
@@ -133,18 +154,17 @@ def matched(measure: Measure) -> Verdict:
     what = f"of {len(pairs)} pairs of peaks, with losses within {EQUAL_LOSS:.0%} of each other"
     if not equal:
         raise NotTested(f"none {what} (two one-sided tests)")
-    return all_directed(
-        measure, equal, "lower", beside=f"{len(equal)} {what} (two one-sided tests)"
-    )
+    said = [f"{len(equal)} {what} (two one-sided tests)", _peaks_left_out(measure)]
+    return all_directed(measure, equal, "lower", beside="; ".join(filter(None, said)))
 
 
 def _is_equal(of_loss: Measure, change_of_loss: Replicates) -> bool:
     """Return whether the losses differ by less than a share of the first."""
     # The row with a negative weight is the first one: EQUAL_LOSS of its loss is the margin.
-    first = [
-        [(row, -EQUAL_LOSS * weight) for row, weight in change if weight < 0]
-        for change in change_of_loss
-    ]
+    first = {
+        seed: [(row, -EQUAL_LOSS * weight) for row, weight in change if weight < 0]
+        for seed, change in change_of_loss.items()
+    }
     finding = bounded(of_loss, change_of_loss, first, two_sided=True)
     return finding.way == "within" and finding.p <= ALPHA
 
@@ -183,7 +203,7 @@ def _averaged(measure: Measure, average: Made) -> Verdict:
     parts: dict[str, Replicates] = {}
     for end, row in planned:
         averaged = needed(f"the average of {end.label}", row, measure.column)
-        parts.setdefault(end.group, []).append(change(measure.end(end), averaged))
+        parts.setdefault(end.group, {})[end.seed] = change(measure.end(end), averaged)
     return all_directed(measure, parts, "lower", beside="average minus annealed weights")
 
 
@@ -210,19 +230,20 @@ def _same_order(measure: Measure) -> Verdict:
     if len(groups) < 2:
         raise NotTested("the study has a single run")
     # the difference between two groups of runs, seed by seed
-    pairs = {}
-    for first, second in combinations(groups, 2):
-        ends = zip(groups[first], groups[second], strict=False)
-        pairs[f"{first} and {second}"] = [
-            change(by_first.end(low, measure.column), by_first.end(high, measure.column))
-            for low, high in ends
-        ]
+    ends: dict[str, Replicates] = {
+        label: {end.seed: [(by_first.end(end, measure.column), 1.0)] for end in group}
+        for label, group in groups.items()
+    }
+    pairs = {
+        f"{first} and {second}": combined([(1.0, ends[second]), (-1.0, ends[first])])
+        for first, second in combinations(ends, 2)
+    }
 
     findings = {label: directed(by_first, pair) for label, pair in pairs.items()}
     p_values = holm([finding.p for finding in findings.values()])
     # those that the first method shows, turned so that it says "higher"
     apart = {
-        label: [times(1 if findings[label].way == "higher" else -1, pair) for pair in pairs[label]]
+        label: combined([(1 if findings[label].way == "higher" else -1, pairs[label])])
         for label, p in zip(findings, p_values, strict=True)
         if p <= ALPHA
     }
@@ -257,7 +278,7 @@ def bits(evidence: Evidence) -> list[Verdict]:
 
 def _fewer_bits(measure: Measure, high: str) -> Verdict:
     parts = {
-        label: [[(measure.end(end, measure.by(spec=high).column), 1.0)] for end in ends]
+        label: {end.seed: [(measure.end(end, measure.by(spec=high).column), 1.0)] for end in ends}
         for label, ends in measure.evidence.groups.items()
     }
     return all_directed(replace(measure, minus=high), parts, "higher")

@@ -53,20 +53,23 @@ def curvature(canvas: Canvas) -> Drawn | None:
             continue
         open_where = "false"
         if column == TOP:
-            rows = [row | {SOLVER: _solver(canvas, row)} for row in rows]
+            solvers = _solvers(canvas)
+            rows = [row | {SOLVER: solvers[row["run"], row["step"]]} for row in rows]
             open_where = f"datum.{SOLVER} !== 'converged'"
         y = quantity.logarithmic_for(rows)
         panels.append((rows, canvas.curves(rows, y, len(shown), open_where=open_where)))
     return drawn(panels, 2, canvas.rates)
 
 
-def _solver(canvas: Canvas, row: dict[str, object]) -> str:
-    runs = {look.label: run for run, look in canvas.runs.looks.items()}
-    at = (runs[str(row["run"])], row["step"], None)
-    model = next(
-        each for each in canvas.table if (each["run"], each["step"], each["average"]) == at
-    )
-    return "converged" if model[CONVERGED.name] else "not converged"
+def _solvers(canvas: Canvas) -> dict[tuple[str, int], str]:
+    """Return how the solver of the eigenvalue ended, by the label of the run and the step."""
+    return {
+        (canvas.runs.looks[row["run"]].label, row["step"]): (
+            "converged" if row[CONVERGED.name] else "not converged"
+        )
+        for row in canvas.table
+        if row["average"] is None
+    }
 
 
 SQUARED = f"{NATS} / (unit of the parameters)^2"

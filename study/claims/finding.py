@@ -5,13 +5,14 @@ in their seed alone, or steps of a sweep. It is decided where the whole is signi
 is significantly the other way, by Holm's correction over the parts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from base.statistics import holm
 from quant_eval.estimate import Estimate
-from study.claims.verdict import ALPHA, Measure, Outcome, Replicates, Verdict
-from study.results.paired import Weighted
+from study.claims.verdict import ALPHA, Measure, NotTested, Outcome, Replicates, Verdict
+from study.results.paired import Weighted, runs_of
+from study.results.summary import left_out
 
 
 class Finding(NamedTuple):
@@ -34,20 +35,34 @@ def times(factor: float, weighted: Weighted) -> Weighted:
 
 
 def combined(factors: Sequence[tuple[float, Replicates]]) -> Replicates:
-    """Return a weighted sum of quantities, seed by seed; of the seeds that all of them have."""
-    return [
-        [
+    """Return a weighted sum of quantities, seed by seed; of the seeds that all of them have.
+
+    Raises:
+        NotTested: no seed has all of them.
+    """
+    seeds = dict.fromkeys(seed for _, replicates in factors for seed in replicates)
+    shared = [seed for seed in seeds if all(seed in replicates for _, replicates in factors)]
+    if not shared:
+        raise NotTested("no seed has all the runs that are compared, which are paired by seed")
+    return {
+        seed: [
             weighted
-            for (factor, _), part in zip(factors, parts, strict=True)
-            for weighted in times(factor, part)
+            for factor, replicates in factors
+            for weighted in times(factor, replicates[seed])
         ]
-        for parts in zip(*(replicates for _, replicates in factors), strict=False)
-    ]
+        for seed in shared
+    }
 
 
 def mean_of(parts: Sequence[Replicates]) -> Replicates:
     """Return the mean of some quantities, seed by seed."""
     return combined([(1 / len(parts), part) for part in parts])
+
+
+def unpaired(measure: Measure, *wholes: Replicates) -> str:
+    """Return in words the runs that these leave out, without a partner of their seed."""
+    used = {run for whole in wholes for run in runs_of(whole.values())}
+    return left_out(measure.evidence.ends, used)
 
 
 def directed(measure: Measure, replicates: Replicates) -> Finding:
@@ -91,7 +106,7 @@ def conclude(
     whole: tuple[Finding, Estimate],
     parts: Mapping[str, Finding],
     claimed: str,
-    beside: str = "",
+    beside: Iterable[str] = (),
     unit: str = "",
 ) -> Verdict:
     """Return the verdict on a claim that the whole is `claimed`; `beside` is said with it."""
@@ -111,10 +126,10 @@ def conclude(
         for label, part in parts.items()
     ]
     mean = f"{finding.words}{unit}"
-    words = "; ".join([f"mean {mean}, p {finding.p:.2g}", *each, beside, measure.sources(estimate)])
+    said = [f"mean {mean}, p {finding.p:.2g}", *each, *beside, measure.sources(estimate)]
     return Verdict(
         outcome,
-        words.replace("; ; ", "; "),
+        "; ".join(filter(None, said)),
         f"{measure.effect(estimate)}{unit}",
         finding.p,
         f"{len(parts) - len(others)} of {len(parts)} {finding.way}",
@@ -136,9 +151,10 @@ def conclude_within(
         label: bounded(measure, changes[label], margins[label], two_sided=two_sided)
         for label in changes
     }
-    whole = mean_of(list(changes.values()))
-    finding = bounded(measure, whole, mean_of(list(margins.values())), two_sided=two_sided)
-    return conclude(measure, (finding, measure.estimate(whole)), parts, "within", beside)
+    whole, margin = (mean_of(list(each.values())) for each in (changes, margins))
+    finding = bounded(measure, whole, margin, two_sided=two_sided)
+    said = [beside, unpaired(measure, whole, margin)]
+    return conclude(measure, (finding, measure.estimate(whole)), parts, "within", said)
 
 
 def all_directed(
@@ -160,6 +176,6 @@ def all_directed(
         (directed(measure, whole), measure.estimate(whole)),
         findings,
         claimed,
-        beside,
+        [beside, unpaired(measure, whole)],
         unit,
     )

@@ -21,7 +21,7 @@ from train.run.config import RunConfig
 from train.run.schedules import learning_rate
 
 Outcome = Literal["supported", "contradicted", "not decided", "not tested"]
-Replicates = list[Weighted]  # a sum of rows for every seed
+Replicates = dict[int | None, Weighted]  # a sum of rows by seed; None of a released model
 # What a verdict says where its test holds for these trainings alone.
 OF_THESE_RUNS = {"supported": "holds in these runs", "contradicted": "fails in these runs"}
 ALPHA = 1 - INTERVAL_LEVEL
@@ -146,7 +146,9 @@ class Measure:
 
     def estimate(self, replicates: Replicates) -> Estimate:
         """Return the mean over seeds of a weighted sum of the figure."""
-        return self.evidence.paired.estimate(replicates, self.spec, self.figure, self.minus)
+        return self.evidence.paired.estimate(
+            list(replicates.values()), self.spec, self.figure, self.minus
+        )
 
     @property
     def unit(self) -> str:

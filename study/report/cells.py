@@ -79,11 +79,6 @@ def of_estimate(estimate: Estimate) -> Bounded:
     return Bounded(estimate.value, *estimate.interval())
 
 
-def all_bounded(rows: Iterable[Row | None], column: str) -> list[Bounded]:
-    """Return the values of a column that are measured."""
-    return [value for row in rows if (value := bounded(row, column))]
-
-
 def cell(value: Bounded | None, digits: int, scale: float = 1.0, unit: str = "") -> Cell:
     """Return the cell of a value in decimals, times `scale`."""
     if value is None:

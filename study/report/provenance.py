@@ -16,7 +16,7 @@ from study.recipes.resolve import resolve, whole_recipes
 from study.released import ReleasedRun
 from study.results.averages import kept_averages
 from study.step import Step, batches, shared, shown
-from study.steps import steps_of
+from study.steps import FINAL, steps_of
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
@@ -102,8 +102,8 @@ def _part(step: Step) -> str:
     """Return the part of a study that a step belongs to."""
     if step.run:
         return f"run {step.run}"
-    is_text = step.kind in ("corpus", "prepare")
-    return "text and tokenizer" if is_text else "table, report and MLflow"
+    # Besides the runs' and the last ones there are those of the text, whatever their kind.
+    return "table, report and MLflow" if step.kind in FINAL else "text and tokenizer"
 
 
 def commands(directory: Path, study: Study) -> dict[str, list[str]]:

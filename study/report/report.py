@@ -70,7 +70,7 @@ def _tables(study: Study, rows: Sequence[Row], paired: Paired) -> list[Table]:
     summaries = summarize(study, rows)
     tables = (
         end_table(study, summaries, paired),
-        *heat_tables(study, summaries),
+        *heat_tables(study, summaries, paired),
         method_table(study, summaries),
         average_table(study, rows),
         step_table(study, summaries),

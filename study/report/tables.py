@@ -1,7 +1,7 @@
 """Tables of the report: effects of the factors, and figures of the ends of training."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from base.grouping import grouped
@@ -23,7 +23,6 @@ from study.report.cells import (
     Bounded,
     Cell,
     Table,
-    all_bounded,
     bounded,
     cell,
     digits_of_errors,
@@ -149,11 +148,11 @@ def end_table(study: Study, summaries: Sequence[RunSummary], paired: Paired) -> 
     names.append(RELATIVE_ERROR.title)
     head = [study.heading, f"{FINAL_LOSS}, {NATS}", *names * len(specs)]
     heads = [("", 2), *((spec_title(spec), len(names)) for spec in specs)]
-    return Table("End of training", _means_note(groups), head, body, heads)
+    return Table("End of training", _means_note(groups.values()), head, body, heads)
 
 
-def _means_note(groups: Mapping[str, Sequence[RunSummary]]) -> str:
-    counts = sorted({len(ends) for ends in groups.values()} - {1})
+def _means_note(groups: Iterable[Sequence[RunSummary]]) -> str:
+    counts = sorted({len(ends) for ends in groups} - {1})
     if not counts:
         return ""
     seeds = " or ".join(map(str, counts))
@@ -179,30 +178,35 @@ def _detailed(study: Study, summaries: Sequence[RunSummary]) -> list[RunSummary]
     ]
 
 
-def heat_tables(study: Study, summaries: Sequence[RunSummary]) -> list[Table]:
-    """Return for each spec the divergence by the first axis and the others; none for one axis."""
+def heat_tables(study: Study, summaries: Sequence[RunSummary], paired: Paired) -> list[Table]:
+    """Return for each spec the divergence by the first axis and the others; none for one axis.
+
+    Of several seeds it is the mean.
+    """
     if len(study.axes) < 2:
         return []
 
     # one table per spec: the values of the first axis are lines, those of the others columns
     first, *others = study.axes
-    ends = {
-        (first.text_of(end.run.name), text_of(others, end.run.name)): end.last for end in summaries
-    }
+    ends = grouped(
+        summaries, lambda end: (first.text_of(end.run.name), text_of(others, end.run.name))
+    )
     heads, columns = (list(dict.fromkeys(values[axis] for values in ends)) for axis in (0, 1))
     groups = [("", 1), (" and ".join(axis.name for axis in others), len(columns))]
 
     tables = []
     for spec in study.quantization.specs:
-        column = DIVERGENCE.of(spec)
-        values = all_bounded(ends.values(), column)
-        digits = digits_of_smallest(values)
-        largest = max((each.value for each in values), default=1.0)
+        means = {
+            values_of_end: _mean([end.last for end in of_seeds], spec, DIVERGENCE, paired)
+            for values_of_end, of_seeds in ends.items()
+        }
+        digits = digits_of_smallest(means.values())
+        largest = max((each.value for each in means.values() if each), default=1.0)
         body = []
         for head in heads:
             line = [Cell(head)]
             for values_of_end in ((head, other) for other in columns):
-                value = bounded(ends.get(values_of_end), column)
+                value = means.get(values_of_end)
                 # Opacity grows with the value, so that the largest one is the darkest.
                 shade = DARKEST * value.value / largest if value and largest > 0 else 0.0
                 # No such run is an empty cell, a run that is not measured yet says so.
@@ -210,7 +214,8 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary]) -> list[Table]:
                 line.append(shown._replace(shade=round(max(shade, 0.0), 3)))
             body.append(line)
         title = f"KL divergence at the end of training: {spec_title(spec)}"
-        tables.append(Table(title, "Nats per token.", [first.name, *columns], body, groups))
+        note = f"Nats per token. {_means_note(ends.values())}".rstrip()
+        tables.append(Table(title, note, [first.name, *columns], body, groups))
     return tables
 
 

@@ -6,7 +6,7 @@ difference.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -21,6 +21,11 @@ from study.paths import MeasuredModel, quantization_result
 from study.results.table import Row
 
 Weighted = list[tuple[Row, float]]  # rows whose figures are summed, each times a factor
+
+
+def runs_of(replicates: Iterable[Weighted]) -> set[str]:
+    """Return the names of the runs whose figures are summed."""
+    return {row["run"] for weighted in replicates for row, _ in weighted}
 
 
 class Paired:

@@ -31,8 +31,8 @@ from quant_eval.estimate import (
 from study.definition import Study
 from study.measurements.quantization import DIVERGENCE, ERRORS
 from study.measurements.titles import spec_title
-from study.results.paired import Paired, Weighted
-from study.results.summary import Rows, RunSummary, summarize
+from study.results.paired import Paired, Weighted, runs_of
+from study.results.summary import Rows, RunSummary, left_out, summarize
 
 POWER = 0.8
 MOST_SEEDS = 30  # that a table looks for
@@ -182,9 +182,11 @@ def power_lines(study: Study, rows: Rows, paired: Paired, share: float) -> Itera
     Raises:
         UserError: nothing is compared over two seeds yet.
     """
-    spec, ends = study.quantization.specs[0], summarize(study, rows)
+    spec = study.quantization.specs[0]
     # KL divergence says which ends are measured; relative errors come with it.
-    compared = _compared(ends, DIVERGENCE.of(spec))
+    column = DIVERGENCE.of(spec)
+    ends = [end for end in summarize(study, rows) if end.last and end.last[column] is not None]
+    compared = _compared(ends, column)
     if not compared:
         raise UserError(
             f"{study.name} has no comparison of the ends of two seeds yet; give its recipe"
@@ -192,23 +194,27 @@ def power_lines(study: Study, rows: Rows, paired: Paired, share: float) -> Itera
         )
     for what, comparisons in compared.items():
         for figure in ERRORS:
-            column = figure.of(spec)
             every = [
                 row for comparison in comparisons for weighted in comparison for row, _ in weighted
             ]
             # The difference looked for is a share of the mean figure.
-            size = abs(float(np.mean([row[column] for row in every])))
+            size = abs(float(np.mean([row[figure.of(spec)] for row in every])))
             components = components_of(
                 [paired.crossed(comparison, spec, figure) for comparison in comparisons]
             )
-            yield f"{figure.title} ({spec_title(spec)}), {what}: {share:.0%} of {size:.4g}"
+            yield f"{figure.title} ({spec_title(spec)}), {what}: {100 * share:g}% of {size:.4g}"
             yield from _table(components, share * size, size)
+            yield from dict.fromkeys(
+                f"  {words}" for each in comparisons if (words := left_out(ends, runs_of(each)))
+            )
 
 
 def _compared(ends: Sequence[RunSummary], column: str) -> dict[str, list[list[Weighted]]]:
-    """Return the comparisons of at least two seeds by their kind, each with its replicates."""
-    measured = [end for end in ends if end.last is not None and end.last.get(column) is not None]
-    groups = grouped(measured, lambda end: end.group)
+    """Return the comparisons of at least two seeds by their kind, each with its replicates.
+
+    `ends` are those that have the column.
+    """
+    groups = grouped(ends, lambda end: end.group)
 
     # a comparison for each seed, by group or by neighbouring groups
     annealed, neighbours = list[list[Weighted]](), list[list[Weighted]]()
@@ -221,12 +227,12 @@ def _compared(ends: Sequence[RunSummary], column: str) -> dict[str, list[list[We
             ]
         )
     for first, second in pairwise(groups.values()):
+        earlier = {end.seed: end.last for end in first}
         neighbours.append(
             [
-                [(two.last, 1.0), (earlier.last, -1.0)]
-                # Seeds are paired in the order of the study; a missing last one is left out.
-                for earlier, two in zip(first, second, strict=False)
-                if earlier.last and two.last
+                [(end.last, 1.0), (partner, -1.0)]
+                for end in second
+                if end.last and (partner := earlier.get(end.seed))
             ]
         )
 

@@ -1,8 +1,9 @@
 """The ends of training in a few numbers: one summary per run, and the rows that led to it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
+from base.grouping import grouped
 from study.axes import AnyRun
 from study.definition import Study
 from study.released import ReleasedRun, stage_before
@@ -37,6 +38,11 @@ class RunSummary:
     last: Row | None
     group: str
     control: Row | None
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the training; None for a released model, which is one training."""
+        return self.run.seed if isinstance(self.run, RunConfig) else None
 
 
 def in_order(study: Study) -> list[AnyRun]:
@@ -134,6 +140,25 @@ def _before_decay(rows: Rows, last: Row | None) -> tuple[Row | None, bool]:
     # An end that is not far below the high rate is no anneal.
     decays = last["learning_rate"] <= DECAYED * high[-1]["learning_rate"]
     return (high[-1] if decays else None), decays
+
+
+def left_out(ends: Iterable[RunSummary], used: Set[str]) -> str:
+    """Return in words the ends without a partner of their seed in a comparison; '' for none.
+
+    Those are of a group of which it has other ends. `used` are the names of all runs that it has.
+    """
+    groups = grouped(ends, lambda end: end.group).values()
+    tested = [
+        end for group in groups if any(end.run.name in used for end in group) for end in group
+    ]
+    missing = [end.label for end in tested if end.run.name not in used]
+    if not missing:
+        return ""
+    seeds = sorted({end.seed for end in tested if end.run.name in used and end.seed is not None})
+    return (
+        f"paired over seeds {enumeration(list(map(str, seeds)))}; left out, without a partner of"
+        f" the same seed: {'; '.join(missing)}"
+    )
 
 
 def enumeration(labels: Sequence[str]) -> str:

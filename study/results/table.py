@@ -17,7 +17,7 @@ from base.digests import SEAL, digest_of_json
 from base.environment import PROJECT, version
 from base.errors import UserError
 from base.files import replaced_file
-from study.axes import NO_ANNEAL, Axis, Value
+from study.axes import Axis, Value
 from study.definition import Study
 from study.measurements.kind import NATS, SHARE, Reading
 
@@ -119,10 +119,10 @@ def values_on(axis: Axis) -> dict[str, Value | None]:
     A control without a number of its own has none.
     """
     values = axis.values.items()
-    # "no anneal" is the only word that may stand among numbers: it becomes an empty cell.
-    if {value for _, value in values if isinstance(value, str)} <= {NO_ANNEAL}:
-        return {run: None if isinstance(value, str) else value for run, value in values}
-    return {run: str(value) for run, value in values}
+    if axis.scale == "category":
+        return {run: str(value) for run, value in values}
+    # The word of a control becomes an empty cell.
+    return {run: None if isinstance(value, str) else value for run, value in values}
 
 
 def _type_on(axis: Axis) -> pa.DataType:

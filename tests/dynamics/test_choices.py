@@ -34,7 +34,7 @@ from study.steps import steps_of
 from tests.present import present
 from tests.sealing import measured_in, reseal
 from tests.study import factors
-from tests.study.claimed import SPEC, branched, rows_of, run_of, study_of
+from tests.study.claimed import SPEC, branched, diverge, rows_of, run_of, study_of
 from tests.study.commands import printed, refused
 from tests.study.synthetic import (
     TOKENS,
@@ -140,6 +140,17 @@ def test_an_error_without_logarithm_is_not_ranked_and_the_rest_is(tmp_path):
     words = text.answers_text(results)
     assert "is not positive" in words
     assert words.startswith("quantized loss")
+
+
+def test_runs_without_a_partner_of_their_seed_are_named(tmp_path):
+    whole = evidence_of(tmp_path)
+    lost = next(run for run in whole.study.trained if run.name == f"lr{BEST:g}-seed1")
+    diverge(whole.paired.directory, lost)
+    evidence = Evidence(whole.study, whole.table, whole.paired)
+    others = "; ".join(f"{peak:g}, seed 1" for peak in PEAKS if peak != BEST)
+    kept = " and ".join(str(seed) for seed in SEEDS if seed != 1)
+    words = f"paired over seeds {kept}; left out, without a partner of the same seed: {others}"
+    assert all(answer.where.endswith(words) for answer in answers(evidence))
 
 
 def test_a_study_without_a_sweep_is_refused(tmp_path):

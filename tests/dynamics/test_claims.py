@@ -20,6 +20,7 @@ from tests.study.claimed import (
     SPEC,
     branched,
     cosine,
+    diverge,
     outcomes,
     released,
     rows_of,
@@ -162,6 +163,61 @@ def test_methods_and_bits(tmp_path):
         )
         verdicts = outcomes(tmp_path / name, study, rows)
         assert (verdicts["methods"], verdicts["bits"]) == (YES, bits)
+
+
+HARD = {1: 0.02, 2: 0.04, 3: 0.08}  # the error of a seed, by far more than a peak changes it
+
+
+def by_seed_and_peak(run, model) -> float:
+    """An error that a doubling of the peak raises by 0.004, and the anneal by half of its seed's."""
+    return HARD[run.seed] * (1 + 0.5 * annealed(run, model)) + 0.004 * index_of(run)
+
+
+def left_out_of(tmp_path, peaks: int, *diverged: str):
+    """The claims on peaks of three seeds each, some of whose runs diverged at step 3."""
+    study = study_of(
+        *(run for run in PEAKS.trained if index_of(run) < peaks and "control" not in run.name),
+        methods=("rtn-b3-g32",),
+    )
+    for run in study.trained:
+        if run.name in diverged:
+            diverge(tmp_path, run)
+    return table(tmp_path, study, rows_of(tmp_path, study, by_seed_and_peak, noise=0.001))
+
+
+@pytest.mark.parametrize("diverged", [1, 3])
+@pytest.mark.parametrize(
+    ("claim", "effect_of"),
+    [
+        ("surge", lambda seed: 0.5 * HARD[seed]),
+        ("divergence", lambda seed: 0.5 * HARD[seed]),
+        ("peaks", lambda seed: 0.004),
+        ("methods", lambda seed: 0.004),
+    ],
+)
+def test_seeds_are_paired_where_one_diverged(tmp_path, claim, effect_of, diverged):
+    lines = left_out_of(tmp_path, 2, f"peak0-seed{diverged}")
+    detail = lines[claim].details[0]
+    others = [seed for seed in HARD if seed != diverged]
+    # KL divergence is 1.1 times what the loss of 4 rises by
+    expected = 4.4 * np.mean([effect_of(seed) for seed in others])
+    assert float(detail.effect.split()[0].rstrip(",")) == pytest.approx(expected, rel=0.02)
+    words = "paired over seeds {} and {}; left out, without a partner of the same seed: 0.002, seed"
+    assert words.format(*others) + f" {diverged};" in detail.statistic
+
+
+def test_peaks_that_not_every_seed_has_are_named(tmp_path):
+    lines = left_out_of(tmp_path, 3, "peak0-seed1")
+    words = lines["peaks"].details[0].statistic
+    assert "left out, which not every seed has: 0.001;" in words
+    assert "0.001 to" not in words
+
+
+def test_runs_of_which_no_two_share_a_seed_are_not_compared(tmp_path):
+    lines = left_out_of(tmp_path, 2, "peak0-seed1", "peak1-seed2", "peak1-seed3")
+    for claim in ("surge", "methods", "peaks"):
+        assert lines[claim].outcome == NONE, claim
+    assert "which are paired by seed" in lines["methods"].details[0].statistic
 
 
 STABLE = run_of(

@@ -40,7 +40,7 @@ from tests.dynamics.drawing import chart_of, drawn
 from tests.present import present
 from tests.sealing import edited
 from tests.study.synthetic import table_of, write_study
-from tests.study.varied import budgets, weight_decay
+from tests.study.varied import budgets, limits, weight_decay
 
 SPEC = "gptq-b3-g32"
 
@@ -87,6 +87,28 @@ def test_a_chart_holds_every_value_that_its_table_lists(branched, figure):
         assert all(row in values for row in shown)
     else:
         assert shown == values
+
+
+class Counted(list):
+    """A table that counts how often it is gone through."""
+
+    times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return super().__iter__()
+
+
+def test_the_solver_of_every_eigenvalue_is_found_in_one_pass(branched):
+    """As often for many checkpoints as for the last one of each run."""
+    study, rows, directory = branched
+    ends = {run.name: run.total_steps for run in study.runs}
+    tables = [Counted(rows), Counted(row for row in rows if row["step"] == ends[row["run"]])]
+    drawings = [drawn(curvature, Canvas(study, table, directory)) for table in tables]
+    assert tables[0].times == tables[1].times
+    solved = {row["step"]: row["solver"] for row in drawings[0].rows if "solver" in row}
+    assert solved == {step: f"{'not ' * (step % 120 == 0)}converged" for step in solved}
+    assert len(set(solved.values())) == 2
 
 
 def test_bars_are_from_the_low_end_to_the_high_one(branched):
@@ -147,11 +169,12 @@ def test_schedules_that_coincide_are_one_line_of_no_run(study, tmp_path):
     assert max(row["learning rate / its peak"] for row in rates) == 1.0
 
 
-@pytest.mark.parametrize("make", [budgets, weight_decay])
+@pytest.mark.parametrize("make", [budgets, weight_decay, limits])
 def test_the_ends_are_at_what_is_varied_with_a_line_per_group(tmp_path, study, make):
     changed = make(study)
     rows = distinct(table_of(write_study(tmp_path / changed.name, changed), changed))
     varied = present(changed.varied)
+    assert varied.values.keys() == {run.name for run in changed.runs}
     drawing = drawn(ends, Canvas(changed, rows, tmp_path))
     last = {row["run"]: row for row in rows if row["average"] is None}  # rows rise by step
     per = 1e6 if varied.unit == "tokens" else 1

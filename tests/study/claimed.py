@@ -15,10 +15,12 @@ from study.paths import MeasuredModel, curvature_result, hf_directory, quantizat
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.collect import phase_of
 from study.results.paired import Paired
+from tests.sealing import write_ending
 from tests.study.ablation import tiny
 from tests.study.curved import curvature_content
 from tests.study.synthetic import TOKENS, per_document, result_of, specs_of, write_result
 from train.run.config import BranchFrom, RunConfig
+from train.run.directory import RunDirectory
 from train.run.optimization import Anneal, ConstantPhase, CosinePhase, ScheduleConfig
 from train.run.schedules import learning_rate
 
@@ -150,6 +152,13 @@ def rows_of(
                 row |= {"curvature/lambda_max_converged": True}
             rows.append(row)
     return rows
+
+
+def diverge(directory: Path, run: RunConfig) -> None:
+    """Leaves the word of a training that diverged at step 3."""
+    of_run = RunDirectory(directory / run.name)
+    of_run.path.mkdir(parents=True, exist_ok=True)
+    write_ending(of_run, "diverged", 3, fingerprint=fingerprint(run))
 
 
 def table(directory: Path, study: Study, rows: list[Any]) -> dict[str, Any]:

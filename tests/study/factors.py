@@ -5,6 +5,7 @@ from typing import Any
 
 from study.definition import Study
 from study.recipes import parts
+from train.data.config import RepetitionFilter
 from train.model.presets import olmo2
 from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig
@@ -38,6 +39,11 @@ def with_data(name: str, **data: Any) -> RunConfig:
     """A run with other settings of its data."""
     default = parts.data_of(TEXT, sequence_length=128, held_out_sequences=16)
     return run(name, data=default.model_copy(update=data))
+
+
+def with_limit(name: str, limit: int | None) -> RunConfig:
+    """A run that masks repetitions from so many on, or none."""
+    return with_data(name, repetition_filter=limit and RepetitionFilter(max_count=limit))
 
 
 def with_optimizer(name: str, **optimizer: Any) -> RunConfig:

@@ -5,7 +5,7 @@ import pytest
 
 from base.errors import UserError
 from base.frozen import fingerprint
-from study.axes import axes_of, text_of
+from study.axes import amount_name, axes_of, text_of
 from study.definition import Study
 from study.design import control_among, with_controls, with_seeds
 from study.recipes.parts import sweep, wsd_run
@@ -74,6 +74,24 @@ def test_budgets_and_schedules_have_words():
     assert text_of(axes, "lr6e-4-anneal100b") == "0.0006, 100B anneal"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [
+        (50e9, "50b"),
+        (28311552000, "28.3b"),
+        (1907 * 524288, "1b"),  # 999.8M
+        (999_499_999, "999m"),
+        (999_950, "1m"),
+        (999.9, "1k"),
+        (999, "999"),
+        (5.2e15, "5.2e+03t"),
+        (0, "0"),
+    ],
+)
+def test_amounts_are_rounded_before_their_unit_is_chosen(tokens, name):
+    assert amount_name(tokens) == name
+
+
 CORPORA = ["../../texts/web", "../../texts/code"]
 
 
@@ -95,6 +113,7 @@ CORPORA = ["../../texts/web", "../../texts/code"]
             "betas",
             ["(0.9, 0.95)", "(0.8, 0.99)"],
         ),
+        (factors.with_limit, {"limit": [None, 8, 32]}, "limit", ["none", "8", "32"]),
         (
             factors.with_data,
             {"repetition_filter": [None, RepetitionFilter(max_count=8)]},
@@ -115,7 +134,9 @@ def test_every_swept_factor_is_an_axis_and_a_column_under_its_own_name(run, valu
     assert labels in (None, groups)
     are_numbers = {type(value) for value in swept} <= {int, float}
     assert axis.scale == (("log" if min(swept) > 0 else "linear") if are_numbers else "category")
-    assert present(study.varied).key == key
+    varied = present(study.varied)
+    assert varied.key == key
+    assert varied.values.keys() == {run.name for run in study.runs}
     field = schema_of(study).field(key)
     assert field.metadata[b"unit"].decode() == axis.unit
     assert run_params(study, study.runs[0])[key] == str(axis.values[study.runs[0].name])

@@ -13,7 +13,14 @@ from study.measurements.quantization import CROSS_ENTROPY, DIVERGENCE, RELATIVE_
 from study.recipes.parts import sweep
 from study.recipes.resolve import resolve
 from study.report.cells import Bounded, Cell, Table, cell, csv_rows, write_tables
-from study.report.tables import effect_tables, effects_text, end_table, method_table, step_table
+from study.report.tables import (
+    effect_tables,
+    effects_text,
+    end_table,
+    heat_tables,
+    method_table,
+    step_table,
+)
 from study.results.effects import Effect, effects_of
 from study.results.paired import Paired
 from study.results.summary import summarize
@@ -87,6 +94,22 @@ def test_crossed_factors_are_compared_at_equal_values_of_the_others(tmp_path):
     fewer = effect_on(effects_of(study, missing, Paired(tmp_path))["weight_decay"], SHARE)
     assert fewer.pairs == 2, "both seeds have a pair at 2 layers alone"
     assert fewer.estimate.value == pytest.approx(0.02 * 0.1 * 1.15, rel=1e-6)
+
+
+def test_the_table_of_two_factors_shows_the_means_of_the_seeds(tmp_path):
+    runs = sweep(factors.run, layers=[2, 6], weight_decay=[0.0, 0.1])
+    study = factors.of("own", runs, seeds=(1, 2))
+    rows, _ = measured(tmp_path, study)
+    shown, *_ = heat_tables(study, summarize(study, rows), Paired(tmp_path))
+    for line, layers in zip(shown.body, (2, 6), strict=True):
+        for shown_mean, decay in zip(line[1:], ("0", "0.1"), strict=True):
+            of_seeds = [end(rows, f"layers{layers}-wd{decay}-seed{seed}", KL) for seed in (1, 2)]
+            assert shown_mean.numbers[0] == pytest.approx(np.mean(of_seeds), rel=1e-6)
+    assert "Means over 2 seeds" in shown.note
+
+    first = [row for row in rows if not row["run"].endswith("seed2")]
+    shown, *_ = heat_tables(study, summarize(study, first), Paired(tmp_path))
+    assert shown.body[0][1].numbers[0] == end(rows, "layers2-wd0-seed1", KL)
 
 
 def test_three_values_are_compared_with_the_least_and_words_with_the_first(tmp_path):

@@ -94,13 +94,15 @@ def study_of(seeds) -> Study:
 def power(tmp_path):
     """The command on results with noise between seeds alone, for this difference."""
 
-    def words_for(difference, seeds=THREE, deviation=0.0):
+    def words_for(difference, seeds=THREE, deviation=0.0, missing=()):
         study = study_of(seeds)
         directory = write_study(tmp_path / study.name, study)
         generator = np.random.default_rng(0)
         for run in study.trained:
             noise = 1 + deviation * generator.normal()
             change_losses(directory, run.name, SPEC, kl=[0.01 * noise * count for count in TOKENS])
+            if run.name in missing:
+                (directory / run.name / "hf/step00000640/quant" / SPEC / "result.json").unlink()
         table_of(directory, study)
         return "power", study.name, "--root", tmp_path, "--difference", difference
 
@@ -124,6 +126,25 @@ def test_the_table_says_how_many_seeds_decide(power):
     cells = [line.split()[-1] for line in lines[4:7]]
     assert len(set(cells)) == 1, "more documents do not help where seeds are all that varies"
     assert int(cells[0]) > 3
+
+
+def test_seeds_are_paired_where_one_is_missing(power):
+    """The first peak has no first seed: the differences are those of the others."""
+    lost = tiny().trained[0].name + "-seed1"
+    lines = printed(*power("10%", deviation=0.05, missing=[lost])).splitlines()
+    first, second = (1 + 0.05 * np.random.default_rng(0).normal(size=(3, 2)))[1:].T
+    deviation = 100 * np.std(second - first, ddof=1) / np.mean([first, second])
+    assert lines[1] == f"  standard deviation by source: seeds {deviation:.2g}%"
+    words = (
+        "  paired over seeds 2 and 3; left out, without a partner of the same seed: 0.003, seed 1"
+    )
+    assert words in lines
+
+
+@pytest.mark.parametrize("difference", ["0.5%", "2.5%", "7%", "12.5%", "150%"])
+def test_the_head_names_the_difference_that_was_asked_for(power, difference):
+    head, *_ = printed(*power(difference, deviation=0.05)).splitlines()
+    assert f": {difference} of " in head
 
 
 def test_one_seed_and_other_words_are_refused(power):

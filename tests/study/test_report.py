@@ -17,6 +17,7 @@ from study.recipes.shown import summary
 from study.report.provenance import commands, settings_of
 from study.report.report import write_report
 from study.report.tables import heat_tables
+from study.results.paired import Paired
 from study.results.summary import summarize
 from study.results.table import Row, schema_of
 from tests.study.conftest import HOSTILE
@@ -220,7 +221,7 @@ def test_the_verdicts_of_the_claims_are_at_the_top_with_their_effects(page, repo
         assert f'id="{target}"' in text
 
 
-def test_two_axes_have_a_table_of_both(study):
+def test_two_axes_have_a_table_of_both(study, tmp_path):
     """Peak learning rate by weight decay: a row of the one, a column of the other."""
     base = study.trained[0]
     runs = []
@@ -236,7 +237,7 @@ def test_two_axes_have_a_table_of_both(study):
         value = {column: 0.1 * (1 + index), f"{column}_low": 0.0, f"{column}_high": 1.0}
         identity = {"run": run.name, "step": run.total_steps, "phase": "anneal", "study": "both"}
         rows.append(Row.of(empty | identity | value))
-    first, second = heat_tables(both, summarize(both, rows))
+    first, second = heat_tables(both, summarize(both, rows), Paired(tmp_path))
     assert first.groups == [("", 1), ("weight decay", 2)]
     assert list(first.head) == ["peak learning rate", "0.1", "0.3"]
     assert [[cell.text for cell in line] for line in first.body] == [
@@ -246,6 +247,21 @@ def test_two_axes_have_a_table_of_both(study):
     shades = [cell.shade for line in first.body for cell in line[1:]]
     assert shades == sorted(shades)
     assert second.body[0][1].text == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "first"), [("tiny", "study corpus"), ("pythia-160m-lr", "ckpt_tools download")]
+)
+def test_commands_are_listed_under_what_they_make(tmp_path, recipe, first):
+    """A tokenizer that is trained, and one that is downloaded."""
+    study = resolve(recipe, "full")
+    listed = commands(tmp_path / study.name, study)
+    verbs = {
+        part: [" ".join(line.partition(" -m ")[2].split()[:2]) for line in lines]
+        for part, lines in listed.items()
+    }
+    assert verbs["table, report and MLflow"] == ["study collect", "study report", "study mirror"]
+    assert verbs["text and tokenizer"][0] == first
 
 
 def test_text_is_escaped(report):

@@ -2,6 +2,8 @@
 
 from base.frozen import fingerprint
 from study.definition import Study
+from study.recipes.parts import sweep
+from train.data.config import RepetitionFilter
 from train.run.config import BranchFrom, RunConfig
 from train.run.optimization import Anneal, ConstantPhase, CosinePhase, ScheduleConfig
 
@@ -31,6 +33,19 @@ def weight_decay(study: Study) -> Study:
         for name, value in values.items()
     )
     return bare(study, name="decays", runs=runs)
+
+
+def limits(study: Study) -> Study:
+    """A run without a limit of repetitions among those with one: a word among numbers."""
+    base = study.runs[1]
+    assert isinstance(base, RunConfig)
+
+    def run(name: str, limit: int | None) -> RunConfig:
+        found = limit and RepetitionFilter(max_count=limit)
+        data = base.data.model_copy(update={"repetition_filter": found})
+        return base.model_copy(update={"name": name, "averages": (), "data": data})
+
+    return bare(study, name="limits", runs=tuple(sweep(run, limit=[None, 8, 32])))
 
 
 def budgets(study: Study) -> Study:
