@@ -61,6 +61,8 @@ def parse_json(text: bytes | str, source: object, next_action: str = RESTORE) ->
             or a string that is not Unicode text.
     """
     try:
+        if isinstance(text, str):
+            _check_strings(text)  # an argument has half a character for a byte that is no UTF-8
         decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         value = json.loads(
             decoded,
@@ -71,7 +73,7 @@ def parse_json(text: bytes | str, source: object, next_action: str = RESTORE) ->
         )
         if nested_deeper(value, MOST_DEPTH):
             raise RecursionError
-        # In a file only an escape can spell these: half a character is no UTF-8, a raw NUL no JSON.
+        # From here on only an escape can spell these: half a character is no UTF-8, NUL no JSON.
         if "\\u" in decoded:
             _check_strings(value)
     except RecursionError:
@@ -179,7 +181,7 @@ def nested_deeper(value: Any, depth: int) -> bool:
 
 
 def _check_strings(value: Any) -> None:
-    """Raise for escapes of half a character, which no file can take, and of NUL, no path can."""
+    """Raise for half a character, which no file can take, and for NUL, which no path can."""
     pending = [value]
     while pending:
         member = pending.pop()

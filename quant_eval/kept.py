@@ -12,6 +12,7 @@ from ckpt_tools.hf.directory import DENSE_JSON, LINEAGE_JSON
 from ckpt_tools.hf.measured import Quantization, Read, Tasks
 from ckpt_tools.hf.model import identify, read_hf_config
 from ckpt_tools.hf.results import Result, read_result
+from quant_eval.paper_tasks import local_files
 from quant_eval.quantizer import QuantSpec
 from quant_eval.settings import CHECKPOINT, RunSettings, TaskSettings
 
@@ -32,8 +33,13 @@ def kept_run(
     context = int(read_hf_config(hf_dir).get("max_position_embeddings", 0))
     request = settings.of_specs([spec]).texts(settings.block_length(context), *texts)
     result = _same(directory, hf_dir, spec, request | {"dtype": settings.dtype}, Quantization)
+    # Bootstrap and random signs have this seed, too, where no calibration text states it.
+    if result is None or result.measured.interval is None:
+        return None
+    if result.measured.interval.seed != settings.seed:
+        return None
     # More than was asked for may be there, not less.
-    if result is None or (settings.per_block and not result.measured.blocks):
+    if settings.per_block and not result.measured.blocks:
         return None
     if settings.save and not (directory / CHECKPOINT / LINEAGE_JSON).exists():
         return None
@@ -54,20 +60,19 @@ def kept_tasks(
     result = _same(directory, hf_dir, spec, request, Tasks)
     if result is None or set(result.settings["tasks"]) != set(settings.names):
         return None
-    files = {
-        Path(path): sha
-        for source in result.settings["tasks"].values()
-        for path, sha in source.get("files", {}).items()
-    }
-    if settings.task_files is None:
-        # Without --task-files the hub is asked for; a result of local documents is another one.
-        return None if files else result
-    # Local documents are the same by their hashes, and if they are below the given directory.
+    # Without --task-files the hub is asked; a result of local documents is another one.
+    sources = result.settings["tasks"].items()
     same = all(
-        path.is_relative_to(settings.task_files) and path.is_file() and sha256_of(path) == sha
-        for path, sha in files.items()
+        source.get("files") == _file_hashes(name, settings.task_files) for name, source in sources
     )
-    return result if files and same else None
+    return result if same else None
+
+
+def _file_hashes(task: str, directory: Path | None) -> dict[str, str] | None:
+    """Return the hash of each local file of a task's documents, as a result holds them."""
+    if directory is None:
+        return None
+    return {str(path): sha256_of(path) for path in local_files(task, directory)}
 
 
 def _same[Kind: Read](

@@ -1,4 +1,4 @@
-"""The twelve downstream tasks of arXiv:2510.06213, and the datasets of their documents.
+"""The twelve downstream tasks of arXiv:2510.06213, and the datasets and files of their documents.
 
 Names, splits and prompts are those of lm-eval 0.4.13, but for pubmedqa's dataset. No dataset was
 loaded from the hub while this was written: that those of allenai, baber and cais need no loading
@@ -9,6 +9,7 @@ tau/commonsense_qa only lm-eval's own definitions are known.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
@@ -40,6 +41,7 @@ class PaperTask:
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
+FEWSHOT_SUFFIX = ".fewshot.jsonl"
 SCRIPT = "a loading script, which datasets refuses from version 4 on"
 _ROWS = (
     PaperTask("arc_challenge", "arc", "allenai/ai2_arc", "ARC-Challenge"),
@@ -106,6 +108,24 @@ MMLU_TAGS = (
     "mmlu_social_sciences_tasks",
     "mmlu_humanities_tasks",
 )
+
+
+def local_files(task: str, directory: Path) -> list[Path]:
+    """Return the files of a task that are there: its documents, each before its examples."""
+    pattern = "mmlu/*.jsonl" if task == "mmlu" else f"{task}.jsonl"
+    documents = sorted(path for path in directory.glob(pattern) if not is_of_examples(path))
+    files = [file for path in documents for file in (path, examples_of(path))]
+    return [file for file in files if file.is_file()]
+
+
+def examples_of(path: Path) -> Path:
+    """Return the file of the examples beside that of the evaluated documents."""
+    return path.with_name(path.stem + FEWSHOT_SUFFIX)
+
+
+def is_of_examples(path: Path) -> bool:
+    """Return whether a file holds examples, not evaluated documents."""
+    return path.name.endswith(FEWSHOT_SUFFIX)
 
 
 def choose_tasks(text: str) -> tuple[str, ...]:

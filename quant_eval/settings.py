@@ -61,7 +61,7 @@ class DrawSettings(NumberSettings):
         default=0,
         ge=0,
         lt=2**63,
-        description="of the first calibration draw and of the bootstrap",
+        description="of the first calibration draw, of random signs and of the bootstrap",
     )
 
 

@@ -32,6 +32,7 @@ class IntervalMethod(Read):
     level: float | None = None
     method: str | None = None
     samples: int | None = None
+    seed: int | None = None
 
 
 class Increase(Read):

@@ -71,8 +71,10 @@ def measure(
         # With --save a calibrated spec has one draw alone (`_check`).
         losses, report = of_draws[0].losses, of_draws[0].report
         if settings.save and losses:
-            checkpoint = out / CHECKPOINT
-            measured["reloaded"] = prove_saved(checkpoint, losses, texts.data, settings, ranks)
+            on_device = of_draws[0].room.on_device
+            measured["reloaded"] = prove_saved(
+                out / CHECKPOINT, losses, texts.data, settings, on_device, ranks
+            )
         if dense:
             measured["dense"] = dense[number]
 
@@ -261,18 +263,20 @@ def prove_saved(
     measured: PairedLosses,
     data: EvaluationSet,
     compute: ComputeSettings,
+    on_device: bool,
     ranks: Ranks,
 ) -> dict[str, Any]:
     """Return the cross-entropy of the checkpoint, and its difference from the measured one.
 
-    UserError if it is not reproduced; the checkpoint is removed.
+    The evaluated text is kept where the walk kept it: see `Room.on_device`. UserError if the loss
+    is not reproduced; the checkpoint is removed.
     """
     # the evaluated text through the saved model, block by block
     dtype = DTYPES[compute.dtype]
     weights = SavedWeights(checkpoint, dtype)
     model = StreamedModel(checkpoint, weights, dtype, ranks.device)
     share = data.batches(compute.batch_size)[ranks.rank :: ranks.size]
-    stream = evaluated_stream(model, data, share)
+    stream = evaluated_stream(model, data, share, on_device)
     for index in range(model.num_blocks):
         block = model.block(index)
         weights.restore(block)

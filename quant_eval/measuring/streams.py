@@ -67,7 +67,7 @@ def evaluated_stream(
     model: StreamedModel,
     data: EvaluationSet,
     share: Sequence[Sequence[int]],
-    on_device: bool = True,
+    on_device: bool,
 ) -> Stream:
     """Return the evaluated batches of this rank, as the first block reads them."""
     lengths = [[len(data.blocks[block]) - 1 for block in batch] for batch in share]

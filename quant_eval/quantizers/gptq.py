@@ -32,8 +32,9 @@ class GPTQ(ColumnSpec):
         from quant_eval.rounding.gptq import prepare
 
         assert group.hessian_II is not None
-        # All of the spec that `prepare` reads.
-        key = (self.order, self.group_size, self.damping)
+        # All of the spec that `prepare` reads: one order alone is of groups.
+        ordered_groups = self.group_size if self.order == "groupaware" else None
+        key = (self.order, ordered_groups, self.damping)
         if key not in group.shared:
             group.shared[key] = prepare(
                 group.hessian_II, self, group.name, group.products, group.ranks

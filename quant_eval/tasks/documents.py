@@ -13,11 +13,16 @@ from huggingface_hub import HfApi, constants
 from base.errors import UserError
 from base.files import sha256_of
 from base.reading import nested_deeper
-from quant_eval.paper_tasks import PaperTask
+from quant_eval.paper_tasks import (
+    FEWSHOT_SUFFIX,
+    PaperTask,
+    examples_of,
+    is_of_examples,
+    local_files,
+)
 from train.data.documents import json_lines
 
 TIMEOUT_SECONDS = 30.0
-FEWSHOT_SUFFIX = ".fewshot.jsonl"
 OWN_EXAMPLES = "the evaluated items, without the asked one"
 
 
@@ -109,9 +114,7 @@ def from_files(row: PaperTask, leaves: list[str], directory: Path) -> Sources:
     if row.name == "mmlu":
         paths = {leaf: directory / f"mmlu/{leaf.removeprefix('mmlu_')}.jsonl" for leaf in leaves}
         files = {leaf: path for leaf, path in paths.items() if path.exists()}
-        present = {
-            path for path in directory.glob("mmlu/*.jsonl") if FEWSHOT_SUFFIX not in path.name
-        }
+        present = {path for path in local_files(row.name, directory) if not is_of_examples(path)}
         # A file that is no subject would be left out without a word.
         strays = present - set(files.values())
         if not files or strays:
@@ -121,24 +124,18 @@ def from_files(row: PaperTask, leaves: list[str], directory: Path) -> Sources:
             )
 
     # examples from their own files, or else from the evaluated items
-    sources, hashes = {}, {}
+    sources = {}
     with_examples = any(examples_of(path).exists() for path in files.values())
     for leaf, path in files.items():
         splits, overrides = {row.evaluated: _read(path)}, dict(row.overrides)
-        hashes[str(path)] = sha256_of(path)
         if with_examples:  # of all leaves or of none
             splits[row.fewshot] = _read(examples_of(path))
-            hashes[str(examples_of(path))] = sha256_of(examples_of(path))
         else:
             overrides |= _own_examples(row)
         sources[leaf] = TaskDocuments(DatasetDict(splits), overrides, path)
+    hashes = {str(path): sha256_of(path) for path in local_files(row.name, directory)}
     drawn_from = f"*{FEWSHOT_SUFFIX}" if with_examples else OWN_EXAMPLES
     return {"files": hashes, "evaluated": "all", "fewshot": drawn_from}, sources
-
-
-def examples_of(path: Path) -> Path:
-    """Return the file of the examples beside that of the evaluated documents."""
-    return path.with_name(path.stem + FEWSHOT_SUFFIX)
 
 
 def _read(path: Path) -> Dataset:

@@ -15,9 +15,9 @@ from lm_eval.config.group import AggMetricConfig
 from lm_eval.tasks import TaskManager
 
 from base.errors import UserError
-from quant_eval.paper_tasks import MMLU_TAGS, PAPER_TASKS, PaperTask
+from quant_eval.paper_tasks import MMLU_TAGS, PAPER_TASKS, PaperTask, examples_of
 from quant_eval.settings import TaskSettings
-from quant_eval.tasks.documents import TaskDocuments, examples_of, from_files, from_hub
+from quant_eval.tasks.documents import TaskDocuments, from_files, from_hub
 
 # What lm-eval's definitions raise on a document that does not fit them.
 UNFIT = (

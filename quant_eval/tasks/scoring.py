@@ -68,7 +68,13 @@ class _Model(HFLM):
         self, requests: Sequence[Request], **settings: Any
     ) -> list[tuple[float, bool]]:
         for texts, context, continuation in requests:
-            if not 0 < len(continuation) <= self.max_length:
+            if not continuation:
+                raise UserError(
+                    f"the choice {texts[1]!r:.80} makes no token after a prompt that ends in"
+                    f" {texts[0][-40:]!r}; give its document a choice with text, or leave its task"
+                    " out of --tasks"
+                )
+            if len(continuation) > self.max_length:
                 raise UserError(
                     f"a choice of {len(continuation)} tokens does not fit the model's context of"
                     f" {self.max_length}: {texts[1]!r:.80}; leave its task out of --tasks"

@@ -52,6 +52,8 @@ def test_json_is_what_the_standard_library_reads(text):
         ('{"a": 1, "b": {"c": 1, "c": 2}}', "key 'c' is given twice"),
         ('"\\ud800"', "holds a character that text has not"),
         ('{"a\\u0000": 1}', "holds a character that text has not"),
+        ('"\udcff"', "holds a character that text has not"),  # a byte of an argument, 0xff
+        ("x\udcff", "holds a character that text has not"),
     ],
 )
 def test_what_parsers_take_for_different_things_is_refused(text, reason):

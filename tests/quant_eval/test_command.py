@@ -191,6 +191,23 @@ def test_what_is_there_is_kept_and_printed(command, printed, monkeypatch, tmp_pa
     assert "kept, measured" not in run()[0]
 
 
+def test_the_seed_of_random_signs_is_that_asked_for(command, printed, tmp_path):
+    """They decide the losses of specs that read no calibration text, too."""
+
+    def run(name, seed):
+        given = ("--spec", "rtn-b4-g16-rhad", "--out", tmp_path / name)
+        assert command(*given, seed=seed)[0] == 0
+        return read(tmp_path / name)["measured"]
+
+    first, second = run("a", 1), run("a", 2)
+    assert "kept, measured" not in printed[0]
+    assert second == run("b", 2)
+    assert second["kl_divergence"] != first["kl_divergence"]
+    assert (first["interval"]["seed"], second["interval"]["seed"]) == (1, 2)
+    run("a", 2)
+    assert "kept, measured" in printed[0]
+
+
 def test_asking_for_more_measures_again(command, printed, tmp_path):
     out = ("--spec", "gptq-b3-g16", "--out", tmp_path / "out")
     for number, options in enumerate([(), ("--dense",), ("--dense",), ("--per-block",)]):

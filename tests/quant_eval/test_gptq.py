@@ -5,6 +5,7 @@ Shapes: O outputs, I inputs.
 """
 
 from functools import cache
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from base.errors import UserError
 from quant_eval.group import Rounded
+from quant_eval.probing import round_by_names
 from quant_eval.quantizer import ColumnSpec, GridSpec
 from quant_eval.rounding.gptq import gptq, prepare
 from quant_eval.rounding.grid import round_to_nearest
@@ -303,6 +305,24 @@ def test_a_dead_linear_is_rounded_to_nearest(grid, scales, order):
     for field in ("codes_OI", "scales_OG", "zeros_OG", "groups_I"):
         assert torch.equal(getattr(rounded, field), getattr(nearest, field)), field
     assert torch.equal(rounded.dense(), nearest.dense())
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [("natural", 1), ("actorder", 1), ("actorder-static", 1), ("groupaware", 2)],
+)
+def test_specs_whose_columns_have_one_order_share_a_factor(monkeypatch, order, expected):
+    """Bits and groups have no part in it, but for the order of whole groups."""
+    names = [
+        f"gptq-b{bits}-{groups}-{order}" for bits, groups in ((3, "g32"), (4, "g32"), (3, "g96"))
+    ]
+    weight_OI, hessian_II = problem(num_inputs=96)
+    alone = [round_by_names([name], weight_OI, hessian_II, "layer")[0] for name in names]
+    factor = Mock(wraps=torch.linalg.cholesky_ex)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", factor)
+    together = round_by_names(names, weight_OI, hessian_II, "layer")
+    assert all(map(torch.equal, together, alone))
+    assert factor.call_count == expected
 
 
 @pytest.mark.parametrize("name", ["atom-b4-g16-keep0.1", "quik-b4-perchannel-keep0.1"])

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from quant_eval.model.activations import Activations
 from quant_eval.rounding.gptq import gptq, prepare
 from tests.conftest import make_hf_directory
 from tests.quant_eval.gptq_reference import problem
@@ -51,10 +52,20 @@ def test_a_quantization_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, option
 def test_streams_that_find_no_room_on_a_gpu_are_copied_there_batch_by_batch(
     tmp_path, options, monkeypatch
 ):
-    """A free GPU of less than the gigabyte that kernels take."""
+    """A free GPU of less than the gigabyte that kernels take; also while the checkpoint is read."""
+    kept_on_device = []
+
+    class Recorded(Activations):
+        def __init__(self, shapes, width, dtype, device, on_device):
+            kept_on_device.append(on_device and device.type == "cuda")
+            super().__init__(shapes, width, dtype, device, on_device)
+
     model = make_hf_directory(tmp_path / "model")
     monkeypatch.setattr("quant_eval.measuring.room.OTHER_BYTES", 81 * 10**9)
-    rehearse(tmp_path, "quant_eval", "run", model, "--spec", "gptq-b3-g16", "--per-block", *options)
+    monkeypatch.setattr("quant_eval.measuring.streams.Activations", Recorded)
+    more = ("--spec", "gptq-b3-g16-s16", "--per-block", "--save")
+    rehearse(tmp_path, "quant_eval", "run", model, *more, *options)
+    assert not any(kept_on_device)
     streams = json.loads((tmp_path / "gpu" / "result.json").read_text())["spec"]["streams"]
     assert streams == {"on_device": False, "keeps_gated": False, "together": 1}
 

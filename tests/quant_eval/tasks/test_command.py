@@ -86,6 +86,47 @@ def test_results_of_two_specs(
     assert all(line.startswith("tasks, ") for line in lines), lines  # nothing of lm-eval's own
 
 
+@pytest.mark.parametrize(
+    ("task", "start", "added"),
+    [
+        ("piqa", ["piqa.jsonl"], "piqa.fewshot.jsonl"),
+        ("mmlu", ["mmlu/anatomy.jsonl"], "mmlu/astronomy.jsonl"),
+        ("mmlu", ["mmlu/anatomy.jsonl"], "mmlu/anatomy.fewshot.jsonl"),
+    ],
+)
+def test_a_result_is_kept_until_its_documents_change(
+    task, start, added, command, copied_model, pair, task_files, tmp_path
+):
+    directory = tmp_path / "documents"
+
+    def run():
+        given = {"model": copied_model, "task_files": directory, "tasks": task, "shots": 2}
+        code, printed, lines = command(quantizer=lambda *_: (pair.full, []), **given)
+        assert code == 0, lines
+        result = json.loads((copied_model / "tasks/rtn-b3-g16/result.json").read_text())
+        measured = result["measured"]["tasks"][task]
+        prompts = measured["items"], measured["prompts_sha256"]
+        return "kept, measured before" in printed[0], prompts, result["spec"]["tasks"][task]
+
+    def copy(name):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(task_files / name, directory / name)
+
+    for name in start:
+        copy(name)
+    first = run()
+    copy("sciq.jsonl")  # of a task that is not asked
+    assert (first[0], run()) == (False, (True, *first[1:]))
+    copy(added)
+    second = run()
+    assert not second[0]
+    assert second[1] != first[1]
+    assert set(second[2]["files"]) == {str(directory / name) for name in (*start, added)}
+    assert run() == (True, *second[1:])
+    (directory / added).unlink()
+    assert run() == first
+
+
 def test_without_examples_and_with_a_limit(command, copied_model, pair):
     code, _, lines = command(
         model=copied_model,

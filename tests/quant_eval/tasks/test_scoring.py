@@ -5,20 +5,23 @@ BOS, and what does not fit is counted or refused.
 import copy
 import json
 import random
+import re
 import shutil
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.normalizers import Strip
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from base.errors import UserError
 from base.ranks import ALONE, Ranks
 from quant_eval.bos import bos_of
 from quant_eval.tasks.loading import load_tasks
 from quant_eval.tasks.scoring import _Model, evaluate_tasks, exact_head
 from tests.conftest import make_hf_directory
 from tests.quant_eval.models import make_model
-from tests.quant_eval.tasks.task_files import read_lines
+from tests.quant_eval.tasks.task_files import read_lines, write_lines
 from tests.quant_eval.test_bos import BOS, write_tokenizer
 from tests.runs import ranks
 
@@ -138,6 +141,21 @@ def test_items_that_do_not_fit_the_context_are_counted(
     assert measured["per_item"]["social_iqa"]["truncated"] == cut
     for figures in (measured["tasks"]["social_iqa"], measured["mean"]):
         assert figures["truncated_items"] == cut.count("1")
+
+
+def test_a_choice_that_makes_no_token_is_refused(
+    tmp_path, pair, settings_of, task_files, measure_tasks
+):
+    """The tokenizer drops the space before an empty choice."""
+    documents = read_lines(task_files / "piqa.jsonl")
+    write_lines(tmp_path / "piqa.jsonl", [documents[0], documents[1] | {"sol2": ""}])
+    tokenizer = copy.deepcopy(pair.tokenizer)
+    tokenizer.backend_tokenizer.normalizer = Strip(left=False, right=True)
+    prompt = f"Question: {documents[1]['goal']}\nAnswer:"
+    reason = f"the choice ' ' makes no token after a prompt that ends in {prompt[-40:]!r}; "
+    settings = settings_of("piqa", shots=0, task_files=tmp_path)
+    with pytest.raises(UserError, match=re.escape(reason) + "give its document .* --tasks$"):
+        measure_tasks(pair.full, pair.full, tokenizer, settings)
 
 
 def test_a_short_context_and_a_model_that_overflows_are_refused(
