@@ -88,12 +88,17 @@ class InputHessian:
         assert self.tokens
         mean_II = self.sum_II / self.tokens
         mirror(mean_II)
-        if not bool(mean_II.isfinite().all()):
-            raise UserError(
-                f"{name}: its calibration inputs hold NaN or infinity; "
-                "check the checkpoint with 'python -m ckpt_tools inspect --verify'"
-            )
+        check_finite(mean_II, name)
         return mean_II
+
+
+def check_finite(statistics: Tensor, name: str) -> None:
+    """Raise UserError with a linear's or site's `name` unless its inputs' statistics are finite."""
+    if not bool(statistics.isfinite().all()):
+        raise UserError(
+            f"{name}: its calibration inputs hold NaN or infinity; "
+            "check the checkpoint with 'python -m ckpt_tools inspect --verify'"
+        )
 
 
 def row_output_errors(

@@ -218,9 +218,9 @@ class StraightThroughCast(nn.Module):
     The range of a static cast is that of the present batch.
     """
 
-    def __init__(self, spec: QuantSpec, width: int) -> None:
+    def __init__(self, spec: QuantSpec, width: int, name: str) -> None:
         super().__init__()
-        self._spec, self._width = spec, width
+        self._spec, self._width, self._name = spec, width, name
 
     def forward(self, x: Tensor) -> Tensor:
         """Return inputs [..., I] cast and back, in their dtype."""
@@ -229,7 +229,7 @@ class StraightThroughCast(nn.Module):
             return x
         if cast.needs_range:
             cast.observe(x)
-            cast.fix()
+            cast.fix(self._name)
         group = cast.args.group_size if cast.args else None
         # The numbers that share a scale: all, a group of a token, or a token.
         size = x.numel() if cast.is_static else group or self._width
@@ -394,7 +394,8 @@ class _Group:
         self._weight_OI = torch.cat([linear.weight.float() for linear in linears.values()])
         self._sizes = [linear.out_features for linear in linears.values()]
         self._dtype = next(iter(linears.values())).weight.dtype
-        transform, cast = learnable.transform(), StraightThroughCast(spec, _width(linears))
+        cast = StraightThroughCast(spec, _width(linears), next(iter(linears)))
+        transform = learnable.transform()
         self._linears = [
             CastLinear(linear.weight, linear.bias, transform, cast) for linear in linears.values()
         ]

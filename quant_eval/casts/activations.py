@@ -79,13 +79,13 @@ class ActivationCast(nn.Module):
         """Return what is to be reduced by max over the ranks, in place."""
         return [self.largest] if self.needs_range else []
 
-    def fix(self) -> None:
-        """End the observation. UserError if it was not finite."""
-        if not bool(self.largest.isfinite().all()):
-            raise UserError(
-                "the calibration inputs of a linear hold NaN or infinity; check the checkpoint with"
-                " 'python -m ckpt_tools inspect --verify'"
-            )
+    def fix(self, name: str) -> None:
+        """End the observation. UserError with the linear's `name` if it gives no scale."""
+        assert self.needs_range
+        instead = "the spec without -astatic, which scales each token's own"
+        if not self.is_static:
+            instead = "mxfp4, which scales each group's own"
+        check_largest(self.largest, f"{name}: its inputs", instead)
         self._is_fixed = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class MixedCast(nn.Module):
         self.register_buffer("back_I", order_I.argsort())
         self._sizes = [width - len(kept_I), len(kept_I)]
         self._casts = nn.ModuleList(cast or nn.Identity() for cast in (cast_rest, cast_kept))
-        self.needs_range = any(cast.needs_range for cast in self._activation_casts())
+        self.needs_range = bool(self._observing())
 
     def observe(self, x: Tensor) -> None:
         """Take calibration inputs [..., I] of this rank into account."""
@@ -183,25 +183,43 @@ class MixedCast(nn.Module):
 
     def ranges(self) -> list[Tensor]:
         """Return what is to be reduced by max over the ranks, in place."""
-        return [largest for cast in self._activation_casts() for largest in cast.ranges()]
+        return [largest for cast in self._observing() for largest in cast.ranges()]
 
-    def fix(self) -> None:
-        """End the observation. UserError if it was not finite."""
-        for cast in self._activation_casts():
-            cast.fix()
+    def fix(self, name: str) -> None:
+        """End the observation. UserError with the linear's `name` if it gives no scale."""
+        for cast in self._observing():
+            cast.fix(name)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return inputs [..., I] cast and back, in their dtype and order."""
         pairs = zip(self._casts, self._parts(x), strict=True)
         return torch.cat([cast(part) for cast, part in pairs], dim=-1).index_select(-1, self.back_I)
 
-    def _activation_casts(self) -> list[ActivationCast]:
-        return [cast for cast in self._casts if isinstance(cast, ActivationCast)]
+    def _observing(self) -> list[ActivationCast]:
+        """Return the casts that take calibration inputs."""
+        casts = [cast for cast in self._casts if isinstance(cast, ActivationCast)]
+        return [cast for cast in casts if cast.needs_range]
 
     def _parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rest [..., R] and what is kept [..., K]."""
         rest_R, kept_K = x.index_select(-1, self.order_I).split(self._sizes, dim=-1)
         return rest_R, kept_K
+
+
+def check_largest(largest: Tensor, name: str, instead: str) -> None:
+    """Raise UserError if the largest |x| of a calibration text gives no scale: 0, or not finite.
+
+    Args:
+        largest: [1] or a scalar.
+        name: what x is, in the plural.
+        instead: what to give instead, which needs no scale from a text.
+    """
+    # Written so that NaN is refused too.
+    if not 0 < float(largest) < torch.inf:
+        raise UserError(
+            f"{name} are at most {float(largest):g} on the calibration text; check the checkpoint's"
+            f" weights, or give {instead}"
+        )
 
 
 def _e2m1(tokens_NI: Tensor, scale_NG: Tensor, global_scale: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from base.errors import UserError
+from quant_eval.casts.activations import check_largest
 from quant_eval.model.streamed import Block
 from quant_eval.quantizer import QuantSpec
 from quant_eval.transforms.placement import Places
@@ -105,12 +106,7 @@ class ScaledCast(nn.Module):
         from compressed_tensors.quantization import QuantizationArgs, QuantizationType
         from compressed_tensors.quantization.utils import calculate_qparams
 
-        # Written so that NaN is refused too.
-        if not 0 < float(largest) < torch.inf:
-            raise UserError(
-                f"{name} are at most {float(largest):g} on the calibration text; check the"
-                " checkpoint's weights, or give kv8, which scales each token's own"
-            )
+        check_largest(largest, name, "kv8, which scales each token's own")
         self._args = QuantizationArgs(num_bits=8, type=QuantizationType.FLOAT, strategy="tensor")
         scale, _ = calculate_qparams(-largest, largest, self._args)
         self.register_buffer("scale", scale)

@@ -91,13 +91,15 @@ def check_outcome(
         moves_errors: whether the method moves the error of one weight on to others, as GPTQ does.
 
     Raises:
-        UserError: a linear was left out or is off its grid, a grid is not that of the spec, or
-            another parameter is not the original's.
+        UserError: a linear was left out or is off its grid, a grid is not that of the spec or not
+            of a linear, or another parameter is not the original's.
     """
-    # Neither a linear without a grid nor a grid of anything else may pass.
-    strays = grids.keys() ^ set(linears)
-    if strays:
-        raise UserError(f"{library} left out {min(strays)}; use our own gptq")
+    if missing := set(linears) - grids.keys():
+        raise UserError(f"{library} left out {min(missing)}; use our own gptq")
+    if strays := grids.keys() - set(linears):
+        raise UserError(
+            f"{library} made a grid of {min(strays)}, which is not a linear of a block; report it"
+        )
     added, weights = set(after), dict[str, Tensor]()
     for key, original in before:
         name = key.removesuffix(".weight")
@@ -131,12 +133,17 @@ def check_on_grid(
     """
     if not bool(weight_OI.isfinite().all()):
         raise UserError(f"{library} made {name} not finite; check the checkpoint's weights")
-    inputs, groups = weight_OI.shape[1], grid.scales_OG.shape[1]
-    size, taken = spec.group_size or inputs, inputs // groups
-    groups_I = torch.arange(inputs) // taken if grid.groups_I is None else grid.groups_I.cpu()
+    outputs, inputs = weight_OI.shape
+    size = spec.group_size or inputs
+    groups_I = torch.arange(inputs) // size if grid.groups_I is None else grid.groups_I.cpu()
+    scales, zeros = grid.scales_OG.shape, grid.zeros_OG.shape
     # Groups may be of any inputs, but all of one size.
-    if taken != size or not bool((groups_I.bincount(minlength=groups) == size).all()):
-        raise UserError(f"{library} took groups of {taken} instead of {size} inputs for {name}")
+    is_right = bool((groups_I.bincount() == size).all())
+    if {scales, zeros} != {(outputs, inputs // size)} or not is_right:
+        raise UserError(
+            f"{library} reports scales {list(scales)} and zeros {list(zeros)} for {name}"
+            f" {list(weight_OI.shape)} instead of groups of {size} inputs; use our own gptq"
+        )
     zeros_OG, highest = grid.zeros_OG.cpu().float(), 2**spec.bits - 1
     middle = 2 ** (spec.bits - 1)
     if spec.symmetric and not bool((zeros_OG == middle).all()):

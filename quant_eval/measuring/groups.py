@@ -89,7 +89,7 @@ class GroupQuantizer:
             hessian_II = transform.centred(hessian_II)
         errors = self._errors(linears, stacked_OI, dense_OI, hessian_II, is_dead)
         if self._spec.activations:
-            cast = self._fixed(rounded, transform, again)
+            cast = self._fixed(next(iter(linears)), rounded, transform, again)
             weight_OI = rounded.dense_OI.to(stacked_OI.dtype)
             self._replace(block, linears, weight_OI, transform, cast)
             return errors
@@ -191,7 +191,7 @@ class GroupQuantizer:
             keep(f"{key}.weight", replace(rounded, groups_I=groups_I, **changed), transform)
 
     def _fixed(
-        self, rounded: RoundedGroup, transform: Transform, again: Iterable[Tensor]
+        self, name: str, rounded: RoundedGroup, transform: Transform, again: Iterable[Tensor]
     ) -> ActivationCast | MixedCast:
         """Return the cast of inputs in the basis of the transform, its scales fixed."""
         cast = rounded.cast or activation_cast(self._spec, rounded.dense_OI.shape[1])
@@ -203,7 +203,7 @@ class GroupQuantizer:
             # Fixed on the range of all ranks, so that every rank has the same scale.
             for largest in cast.ranges():
                 largest.copy_(self._ranks.max(largest))
-            cast.fix()
+            cast.fix(name)
         return cast
 
     def _replace(

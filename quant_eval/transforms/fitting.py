@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, assert_never
 from torch import Tensor
 
 from base.errors import UserError
+from base.hessian import check_finite
 from quant_eval.transforms.duquant import duquant_steps
 from quant_eval.transforms.hadamard import hadamard_steps
 from quant_eval.transforms.placement import RESIDUAL_SIGNS, Place, Places
@@ -54,14 +55,14 @@ def fit_transform(
         The transform on the device of the weights, the identity if nothing is transformed.
 
     Raises:
-        UserError: a gain that is to be folded is 0.
+        UserError: a gain that is to be folded is 0, or an input that is to be smoothed not finite.
     """
     assert mean_I is not None or not spec.shift
     shift_I = mean_I if spec.shift else None
     steps: list[TransformStep] = []
     if spec.smooth is not None:
         assert largest_I is not None
-        steps.append(smoothing(largest_I, weight_OI, spec.smooth))
+        steps.append(smoothing(largest_I, weight_OI, spec.smooth, site))
     place = places.sites[site]
     if place.folds_gain:
         # T = diag(g) Q: the inverse takes the gain off the inputs, and the weights receive it.
@@ -82,7 +83,7 @@ def fit_transform(
     return Transform(*steps, shift_I=shift_I).to(weight_OI.device)
 
 
-def smoothing(largest_I: Tensor, weight_OI: Tensor, alpha: float) -> Diagonal:
+def smoothing(largest_I: Tensor, weight_OI: Tensor, alpha: float, site: str) -> Diagonal:
     """Return SmoothQuant's scales (arXiv:2211.10438, eq. 4): inputs are divided by them.
 
     max|x_i|^alpha / max|w_i|^(1 - alpha) of input feature i, the latter over all rows; 1 where the
@@ -92,12 +93,18 @@ def smoothing(largest_I: Tensor, weight_OI: Tensor, alpha: float) -> Diagonal:
         largest_I: max|x| of every input feature.
         weight_OI: of all linears that read the inputs, stacked.
         alpha: how much of the spread the weights take, from 0 to 1.
+        site: whose inputs they are, for messages.
+
+    Raises:
+        UserError: an input was not finite.
 
     Example: half of an input's outlier, on the log scale, moves into the weights.
         >>> import torch
-        >>> smoothing(torch.tensor([16.0, 1.0]), torch.ones(2, 2), alpha=0.5).factors_I.tolist()
+        >>> largest_I = torch.tensor([16.0, 1.0])
+        >>> smoothing(largest_I, torch.ones(2, 2), 0.5, "mlp_in").factors_I.tolist()
         [4.0, 1.0]
     """
+    check_finite(largest_I, site)
     inputs_I, weights_I = largest_I.double(), weight_OI.abs().amax(0).double()
     scales_I = inputs_I**alpha / weights_I ** (1 - alpha)
     return Diagonal(scales_I.where((inputs_I > 0) & (weights_I > 0), 1.0))

@@ -181,24 +181,26 @@ class Transform(nn.Module):
 
     def weight(self, weight_OI: Tensor) -> Tensor:
         """Return W T."""
-        return _computed(weight_OI, [step.times for step in self._sequence()])
+        return _computed(weight_OI, [step.times for step in self._sequence(weight_OI)])
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return the tokens T^-1 (x - b), given and returned as rows [..., I]."""
         return _computed(
-            x, self._turns() if self.shift_I is None else [self._shifted, *self._turns()]
+            x, self._turns(x) if self.shift_I is None else [self._shifted, *self._turns(x)]
         )
 
     def restored(self, weight_OI: Tensor) -> Tensor:
         """Return W T^-1."""
-        return _computed(weight_OI, [step.times_inverse for step in reversed(self._sequence())])
+        return _computed(
+            weight_OI, [step.times_inverse for step in reversed(self._sequence(weight_OI))]
+        )
 
     def hessian(self, hessian_II: Tensor) -> Tensor:
         """Return the second moment of the transformed inputs, T^-1 (H - b b^T) T^-T, in float64.
 
         `hessian_II` is the mean of x x^T over the tokens whose mean is b.
         """
-        turns, moment_II = self._turns(), self.centred(hessian_II.double())
+        turns, moment_II = self._turns(hessian_II), self.centred(hessian_II.double())
         if not turns:
             return moment_II
         # Rows times T^-T give H T^-T; its transpose T^-1 H, taken once more, gives T^-1 H T^-T.
@@ -214,11 +216,19 @@ class Transform(nn.Module):
             return hessian_II
         return hessian_II - torch.outer(self.shift_I, self.shift_I)
 
-    def _sequence(self) -> list[TransformStep]:
-        return [step for step in self.steps if isinstance(step, TransformStep)]
+    def _sequence(self, rows: Tensor) -> list[TransformStep]:
+        """Return the steps, each of the width of the rows that it will read."""
+        steps = [step for step in self.steps if isinstance(step, TransformStep)]
+        for step in steps:
+            # Unchecked, products take a multiple of their width for more blocks.
+            assert rows.shape[-1] == step.width, (
+                f"rows of {rows.shape[-1]} features for a step of {step.width}; correct"
+                " sizes.site_widths, or the caller"
+            )
+        return steps
 
-    def _turns(self) -> list[Callable[[Tensor], Tensor]]:
-        return [step.times_inverse_transpose for step in self._sequence()]
+    def _turns(self, rows: Tensor) -> list[Callable[[Tensor], Tensor]]:
+        return [step.times_inverse_transpose for step in self._sequence(rows)]
 
     def _shifted(self, x: Tensor) -> Tensor:
         assert self.shift_I is not None

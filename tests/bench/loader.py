@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from base.files import scratch_directory, sha256_of
+from base.files import sha256_of
 from tests.bench import line
+from tests.corpora import write_corpus
 from tests.runs import make_run
 from train.data.config import RepetitionFilter
-from train.data.corpus import commit_corpus, join_pieces
-from train.data.manifest import Manifest
 from train.model.config import ModelConfig
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
@@ -47,22 +46,14 @@ def token_file(prefix: Path, tokenizer_dir: Path, tokens: int) -> None:
     lengths_D = np.full(tokens // 500, 500, np.int32)
     content = generator.zipf(1.1, len(lengths_D) * 500) % (VOCAB_SIZE - 1) + 1
     content[499::500] = 0
-    with scratch_directory(prefix.parent / "aside") as aside:
-        path = prefix.parent / "tokens"
-        content.astype(np.uint16).tofile(path)
-        files = join_pieces([(path, lengths_D)], aside, np.dtype(np.uint16))
-        manifest = Manifest(
-            vocab_size=VOCAB_SIZE,
-            eos_token_id=0,
-            max_token_id=VOCAB_SIZE - 1,
-            documents=len(lengths_D),
-            tokens=len(content),
-            tokenizer_sha256=sha256_of(tokenizer_dir / "tokenizer.json"),
-            bin=files["bin"],
-            idx=files["idx"],
-            sources={},
-        )
-        commit_corpus(prefix, aside, manifest)
+    write_corpus(
+        prefix,
+        content.astype(np.uint16),
+        lengths_D,
+        vocab_size=VOCAB_SIZE,
+        max_token_id=VOCAB_SIZE - 1,
+        tokenizer_sha256=sha256_of(tokenizer_dir / "tokenizer.json"),
+    )
 
 
 def configure(directory: Path, **settings: Any) -> RunConfig:

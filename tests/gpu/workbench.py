@@ -13,9 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from base.files import sha256_of, write_json
+from tests.corpora import write_corpus
 from train.data.config import DataConfig
-from train.data.corpus import commit_corpus, join_pieces
-from train.data.manifest import Manifest
 from train.model.config import ModelConfig, hf_settings
 from train.model.presets import OLMO2_1B, OLMO2_190M
 from train.optimizers.adamw import AdamW
@@ -142,23 +141,14 @@ def token_file(prefix: Path, vocabulary: int, *, tokens: int, seed: int) -> Path
     drawn[499::500] = 0  # ends a document
     drawn[-1] = 0
     lengths = np.diff(np.flatnonzero(drawn == 0), prepend=-1)
-    aside = prefix.parent / f"{prefix.name}.aside"
-    aside.mkdir()
-    piece = prefix.parent / f"{prefix.name}.piece"
-    drawn.tofile(piece)
-    files = join_pieces([(piece, lengths)], aside, np.dtype(np.int32))
-    manifest = Manifest(
+    write_corpus(
+        prefix,
+        drawn,
+        lengths,
         vocab_size=vocabulary,
-        eos_token_id=0,
         max_token_id=int(drawn.max()),
-        documents=len(lengths),
-        tokens=tokens,
         tokenizer_sha256=sha256_of(tokenizer),
-        bin=files["bin"],
-        idx=files["idx"],
-        sources={},
     )
-    commit_corpus(prefix, aside, manifest)
     return prefix
 
 

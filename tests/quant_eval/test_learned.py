@@ -301,7 +301,7 @@ def test_a_group_of_zeros_passes_the_gradient_on():
 def test_multiplied_inputs_make_multiplied_outputs(name):
     """By Euler: casts with scales in proportion have the outputs as derivative along the inputs."""
     spec, x = parse_spec(f"{name}-spinquant-blockwise"), normal(3, 32).float().requires_grad_()
-    output = StraightThroughCast(spec, 32)(x)
+    output = StraightThroughCast(spec, 32, "layer")(x)
     weights = normal(3, 32, seed=1).float()
     (gradient,) = torch.autograd.grad((output * weights).sum(), x)
     torch.testing.assert_close((gradient * x).sum(), (output * weights).sum())
@@ -311,4 +311,4 @@ def test_weights_as_they_are():
     spec, weight_OI = parse_spec("a4-spinquant-blockwise"), normal(3, 32).float()
     assert rounded_weight(weight_OI, spec) is weight_OI
     spec = parse_spec("rtn-b4-g16-spinquant-blockwise")
-    assert StraightThroughCast(spec, 32)(weight_OI) is weight_OI
+    assert StraightThroughCast(spec, 32, "layer")(weight_OI) is weight_OI

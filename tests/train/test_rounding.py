@@ -19,11 +19,12 @@ from ckpt_tools.hf.results import read_result
 from dynamics.recipes.demo import MODEL as DEMO
 from quant_eval.quantizer import ColumnSpec, GridSpec
 from tests.conftest import LAYOUTS
+from tests.corpora import write_corpus
 from tests.quant_eval.gptq_reference import eliminate_columns, grid_points
 from tests.quant_eval.specs import grid_spec
 from tests.runs import make_run, python, ranks, succeed
 from tests.train.trajectories import copy_until, numbers, shard_hashes
-from train.data.corpus import commit_corpus, join_pieces, open_corpus
+from train.data.corpus import open_corpus
 from train.forward_record import LinearRecord
 from train.model.config import ModelConfig, hf_settings, residual_linears
 from train.model.presets import PYTHIA_160M
@@ -67,14 +68,9 @@ def same_sequences(run: RunConfig, prefix: Path) -> torch.Tensor:
     """
     corpus = open_corpus(run.data.held_out)
     tokens_BS = corpus.sequences(np.arange(DOCUMENTS), run.data.sequence_length)
-    dtype = corpus.tokens_T.dtype
-    tokens_BS.astype(dtype).tofile(prefix)
-    lengths = np.full(len(tokens_BS), tokens_BS.shape[1])
-    directory = prefix.parent / "made"
-    directory.mkdir()
-    records = join_pieces([(prefix, lengths)], directory, dtype)
-    changes = {"documents": len(lengths), "tokens": tokens_BS.size, **records}
-    commit_corpus(prefix, directory, corpus.manifest.model_copy(update=changes))
+    lengths_B = np.full(len(tokens_BS), tokens_BS.shape[1])
+    tokens_T = tokens_BS.astype(corpus.tokens_T.dtype).ravel()
+    write_corpus(prefix, tokens_T, lengths_B, **dict(corpus.manifest))
     return torch.from_numpy(tokens_BS[: PROBE.sequences])
 
 

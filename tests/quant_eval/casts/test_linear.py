@@ -107,7 +107,7 @@ def test_a_preset_is_compressed_tensors_own_linear(name, preset):
     assert cast is not None
     if cast.needs_range:
         cast.observe(observed)
-        cast.fix()
+        cast.fix("layer")
     ours = CastLinear(round_to_nearest(weight_OI, spec).dense(), None, Transform(), cast)
     theirs = wrapped_linear(weight_OI, scheme.weights, scheme.input_activations, observed)
     with torch.no_grad():

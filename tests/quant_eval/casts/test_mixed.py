@@ -73,7 +73,7 @@ def test_a_static_cast_has_a_scale_for_either_part(method):
     other.observe(observed[2])
     for own, others in zip(cast.ranges(), other.ranges(), strict=True):
         own.copy_(torch.maximum(own, others))
-    cast.fix()
+    cast.fix("layer")
     every, ours_BLI = torch.cat(observed), cast(x_BLI)
     per_tensor: dict[str, Any] = {"num_bits": 8, "strategy": "tensor"}
     rest = module_cast(x_BLI[..., REST], every[..., REST], **per_tensor)
@@ -90,7 +90,7 @@ def test_nvfp4_takes_the_range_of_the_rest_alone():
     assert of_rest is not None
     for quantizer, observed in ((cast, x_BLI), (of_rest, x_BLI[..., REST])):
         quantizer.observe(observed)
-        quantizer.fix()
+        quantizer.fix("layer")
     ours_BLI = cast(x_BLI)
     assert torch.equal(ours_BLI[..., REST], of_rest(x_BLI[..., REST]))
     assert len(cast.ranges()) == 1  # int8 needs none

@@ -14,6 +14,7 @@ from tests.quant_eval.specs import typed
 BEFORE = {"q.weight": torch.tensor([[-2.1, 1.2, 0.3, 0.2]]), "norm.weight": torch.ones(2)}
 AFTER = BEFORE | {"q.weight": torch.tensor([[-2.0, 1.0, 0.5, 0.0]])}
 GRID = ReportedGrid(torch.full((1, 2), 0.5), torch.full((1, 2), 4))
+GROUPS = r"for q \[1, 4\] instead of groups of 2 inputs; use our own gptq"
 
 
 def check(after=AFTER, grid=GRID, linears=("q",), spec="autoround-b3-g2", moves_errors=False):
@@ -35,9 +36,14 @@ def grid(scales_OG=GRID.scales_OG, zeros_OG=GRID.zeros_OG, groups_I=None):
     [
         ({"grid": None}, "lib left out q;"),
         ({"linears": ("q", "k")}, "lib left out k;"),
-        ({"linears": ()}, "lib left out q;"),
-        (grid(torch.full((1, 1), 0.5), torch.full((1, 1), 4)), "groups of 4 inst"),
-        (grid(groups_I=torch.tensor([0, 0, 0, 1])), "took groups"),
+        ({"linears": ()}, "lib made a grid of q, which is not a linear of a block; report it"),
+        (grid(torch.full((1, 1), 0.5), torch.full((1, 1), 4)), GROUPS),
+        (grid(torch.full((1, 8), 0.5), torch.full((1, 8), 4)), GROUPS),  # more than inputs
+        (grid(torch.full((1, 0), 0.5), torch.full((1, 0), 4)), GROUPS),
+        (grid(torch.full((2, 2), 0.5)), GROUPS),
+        (grid(zeros_OG=torch.full((1, 1), 4)), GROUPS),
+        (grid(groups_I=torch.tensor([0, 0, 0, 1])), GROUPS),
+        (grid(groups_I=torch.tensor([0, 0, 2, 2])), GROUPS),
         (grid(zeros_OG=torch.full((1, 2), 3)), "an asymmetric grid inst"),
         (grid(torch.full((1, 2), torch.nan)), "left q off its gr"),
         (weights(-2.0, 1.0, 0.6, 0.0), "left q off its grid"),

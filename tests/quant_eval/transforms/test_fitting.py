@@ -34,10 +34,19 @@ def test_smoothing_by_hand():
     """Powers of 1/2 and 1/4 of squares; a dead input, and one that no weight reads, keep theirs."""
     largest_I = torch.tensor([16.0, 81.0, 0.0, 9.0])
     weight_OI = torch.tensor([[1.0, -4.0, 2.0, 0.0], [-4.0, 1.0, 3.0, 0.0]])
-    factors_I = smoothing(largest_I, weight_OI, 0.5).factors_I
+    factors_I = smoothing(largest_I, weight_OI, 0.5, "mlp_in").factors_I
     assert factors_I.tolist() == pytest.approx([4 / 2, 9 / 2, 1.0, 1.0])
-    factors_I = smoothing(torch.full((4,), 16.0), torch.full((1, 4), 256.0), 0.75).factors_I
+    factors_I = smoothing(torch.full((4,), 16.0), torch.full((1, 4), 256.0), 0.75, "").factors_I
     assert factors_I.tolist() == pytest.approx([8 / 4] * 4)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_inputs_that_are_not_finite_are_not_smoothed(value):
+    largest_I = torch.ones(WIDTH)
+    largest_I[4] = value
+    spec, place = parse_spec("w8a8-smooth0.5"), places("none")
+    with pytest.raises(UserError, match="mlp_in: its calibration inputs hold NaN or infinity"):
+        fit_transform(spec, "mlp_in", place, WEIGHT_OI, 0, largest_I=largest_I)
 
 
 def test_shift_takes_the_mean_off_and_comes_first():
@@ -48,7 +57,7 @@ def test_shift_takes_the_mean_off_and_comes_first():
         spec, "mlp_in", places("hadamard"), WEIGHT_OI, 0, largest_I=largest_I, mean_I=mean_I
     )
     read_NI = transform.inputs(x_NI)
-    smoothed_NI = (x_NI - mean_I) / smoothing(largest_I, WEIGHT_OI, 0.5).factors_I
+    smoothed_NI = (x_NI - mean_I) / smoothing(largest_I, WEIGHT_OI, 0.5, "mlp_in").factors_I
     matrix_II = Transform(*transform.steps[1:]).weight(torch.eye(WIDTH, dtype=torch.float64))
     torch.testing.assert_close(read_NI, smoothed_NI @ matrix_II)
     assert float((matrix_II @ matrix_II.T - torch.eye(WIDTH)).abs().max()) < 1e-12

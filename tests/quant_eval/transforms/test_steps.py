@@ -62,6 +62,15 @@ def test_step_is_its_dense_matrix(name):
     check(Transform(step), dense_II)
 
 
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("call", ["weight", "inputs", "restored", "hessian"])
+def test_rows_of_another_width_are_refused(name, call):
+    """Twice the features as twice the blocks would be exact as well, but another transform."""
+    rows = normal(2 * WIDTH, 2 * WIDTH)
+    with pytest.raises(AssertionError, match="rows of 48 features for a step of 24"):
+        getattr(Transform(STEPS[name][0]), call)(rows)
+
+
 def test_composed_steps_are_the_product_of_their_matrices():
     names = ("diagonal", "invertible", "permutation", "blocks")
     dense_II = torch.linalg.multi_dot([STEPS[name][1] for name in names])
