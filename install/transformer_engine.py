@@ -40,7 +40,7 @@ class BuildMachine:
         python_header: whether Python.h is there.
         cuda_headers: whether the libraries of torch are wheels, which bring their headers.
         cores: that this process may use.
-        free_memory, free_disk: bytes.
+        free_memory, free_disk: bytes; of memory within the limits of a container or job.
     """
 
     cuda: str | None
@@ -59,8 +59,9 @@ class BuildMachine:
 
 def this_machine() -> BuildMachine:
     """Return the machine that this runs on; torch is asked, which takes seconds."""
-    import psutil
     import torch
+
+    from base.host_memory import free_memory
 
     header = Path(sysconfig.get_path("include"), "Python.h")
     wheels = Path(sysconfig.get_path("purelib"), "nvidia", f"cu{CUDA}", "include")
@@ -70,7 +71,7 @@ def this_machine() -> BuildMachine:
         python_header=header.exists(),
         cuda_headers=(wheels / "cuda_runtime.h").exists(),
         cores=len(os.sched_getaffinity(0)),
-        free_memory=psutil.virtual_memory().available,
+        free_memory=free_memory(),
         free_disk=shutil.disk_usage(".").free,
     )
 
@@ -160,7 +161,7 @@ def install(machine: BuildMachine) -> None:
     """Download the wheels, compile the binding, then install all.
 
     Raises:
-        RefusedError: pip or the compiler failed; what .venv had is as it was.
+        RefusedError: pip or the compiler failed; .venv has the headers at most besides what it had.
     """
     temporary = Path(".venv/tmp").resolve()
     temporary.mkdir(exist_ok=True)

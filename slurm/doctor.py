@@ -221,9 +221,8 @@ def first(directory: Path) -> Iterator[Check]:
     each = srun_prefix(site, "train", ("--kill-on-bad-exit=0", *everywhere))
     seconds, failure = _run([*each, python, "-m", "slurm.doctor", str(directory), "node"])
     reporting = [node for node in nodes if (directory / f"checks-{node}.json").exists()]
-    if len(reporting) < len(nodes):
-        missing = ", ".join(set(nodes) - set(reporting))
-        failure = f"no report of {missing}: root is not there, or {failure}"
+    if missing := [node for node in nodes if node not in reporting]:
+        failure = f"no report of {', '.join(missing)}: root is not there, or {failure}"
     yield Check("root on every node", failure, ", ".join(reporting))
     ranks = site.resources_of("train").ranks
     launch = torchrun(ranks)

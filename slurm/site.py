@@ -211,6 +211,12 @@ class Site(Frozen):
         inherited = [name for name in Options.model_fields if getattr(resources, name) is None]
         return resources.model_copy(update={name: getattr(self.slurm, name) for name in inherited})
 
+    def notice_seconds(self, kind: JobKind) -> int:
+        """Return the seconds before its time limit at which SLURM signals a job of the kind."""
+        notice = self.limits.stop_seconds_before_limit
+        # Below this limit the signal would come as soon as the job starts.
+        return notice if self.resources_of(kind).time_seconds > notice else 0
+
     @property
     def measuring_python(self) -> str:
         """Return the interpreter of what srun starts."""

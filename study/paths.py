@@ -64,7 +64,8 @@ def last_model(run: AnyRun) -> MeasuredModel:
 
 def result(run: str, model: MeasuredModel, folder: str, spec: str) -> str:
     """Return the result of one measurement of a model: RUN/hf/MODEL/FOLDER/SPEC/result.json."""
-    return str(hf_directory(run, model) / folder / spec / RESULT_JSON)
+    # As text: joining paths is slow, and a large study has tens of thousands of results.
+    return f"{hf_directory(run, model)}/{folder}/{spec}/{RESULT_JSON}"
 
 
 def quantization_result(run: str, model: MeasuredModel, spec: str) -> str:

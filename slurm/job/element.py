@@ -32,6 +32,7 @@ from slurm.job.supervision import (
 from slurm.submission.advance import adopt
 from slurm.submission.arrays import FINAL
 from slurm.submission.record import (
+    FAULTS,
     SLURM,
     Element,
     Ending,
@@ -62,6 +63,8 @@ from train.run.directory import RunDirectory
 from train.run.environment import OWNER
 
 RESTART_SECONDS = 30.0  # before a second restart in place: what failed may recover
+# SLURM's signal before the time limit may come so much earlier than it was told (sbatch, --signal).
+EARLY_SECONDS = 60
 PAUSE_SECONDS = 30.0  # after a failure: a full disk or a lost mount may recover
 
 
@@ -109,19 +112,41 @@ class ElementStart:
             say("complete already")
             return "complete"
         forget_earlier_stops(self.study_dir, self.steps)
-        record_start(self.study_dir, self.key, self.job, len(self.nodes), self.position())
+        began_at = self.position()
+        record_start(self.study_dir, self.key, self.job, len(self.nodes), began_at)
         # Holds where an exception passes through: the record then says that this start failed.
         ending: Ending = "failed"
         try:
             self.unpack_image()
             run_steps = self.run_final if self.key[0] == FINAL else self.run_all
             ending = run_steps(open_steps)
+            if ending == "asked" and self.met_time_limit() and self.position() <= began_at:
+                ending = "time limit"
+                say(f"error: {self.time_limit_in_words()}")
         except UnfitNodesError as error:
             say(str(error))
             ending = "unfit"
         finally:
             record_end(self.study_dir, self.key, self.job, ending)
         return ending
+
+    def met_time_limit(self) -> bool:
+        """Return whether SLURM asked this start to stop because of its time limit."""
+        if not self.stop_file.exists():
+            return False
+        notice = self.site.notice_seconds(self.array.kind) + EARLY_SECONDS
+        # By time, not by signal: at some sites USR1 announces a preemption, too, and a limit below
+        # the notice sends TERM. The file of a full disk is empty.
+        ran_seconds = int(self.stop_file.read_text() or 0)
+        return ran_seconds >= self.resources.time_seconds - notice
+
+    def time_limit_in_words(self) -> str:
+        """Return what the time limit ended, and what to do."""
+        return (
+            f"{self.open_steps()[0].name} made nothing within the time limit of"
+            f" {self.resources.time}; raise resources.{self.array.kind}.time in the site file, then"
+            f" 'python -m slurm retry {self.study.name} --site FILE'"
+        )
 
     def open_steps(self) -> list[Step]:
         """Return the steps that are not complete, less those that are left out for good."""
@@ -362,7 +387,7 @@ def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> Non
         if ending == "failed" and not stop_file.exists():
             time.sleep(PAUSE_SECONDS)
         advance_at_end(study_dir, job)
-    if ending in ("failed", "unfit"):
+    if ending in (*FAULTS, "unfit"):
         raise typer.Exit(1)
 
 

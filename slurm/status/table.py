@@ -23,7 +23,7 @@ ELEMENTS_SHOWN = 20
 MARKS_PER_ROW = 40
 TRAINING = ("training", "state", "step", "logged", "tokens", "loss", "tokens/s", "left", "saved")
 MEASURING = ("measuring", "of", "made", "checkpoints", "not made")
-OVER: tuple[Situation, ...] = ("made", "failed", "cancelled")  # nothing more is to come
+IN_SLURM: tuple[Situation, ...] = ("running", "started", "held", "queued")
 
 
 def lines_of(overview: Overview) -> list[str]:
@@ -75,11 +75,10 @@ def training_rows(overview: Overview) -> list[Row]:
     steps = {step.run: step for step in overview.steps if step.kind == "train"}
     for run in overview.study.trained:
         training, step = overview.trainings[run.name], steps[run.name]
-        over = overview.situations[step.name] in ("made", "left out")
         runs = overview.situations[step.name] in ("running", "started")
         # The age of the log says something of a training at work alone.
         logged = training.silent_seconds if runs else None
-        left = None if over or training.left_seconds is None else round(training.left_seconds)
+        left = training.left_seconds
         rows.append(
             (
                 run.name,
@@ -89,7 +88,7 @@ def training_rows(overview: Overview) -> list[Row]:
                 short(training.tokens),
                 "-" if training.loss is None else f"{training.loss:.4f}",
                 "-" if training.tokens_per_second is None else short(training.tokens_per_second),
-                "-" if left is None else str(timedelta(seconds=left)),
+                "-" if left is None else str(timedelta(seconds=round(left))),
                 "-" if training.checkpoint is None else f"{training.checkpoint:,}",
             )
         )
@@ -218,14 +217,30 @@ def short(number: float) -> str:
 
 def watch(study_dir: Path, seconds: int) -> None:
     """Print the status every so many seconds until nothing is to come."""
-    while True:
-        try:
-            advance(study_dir)
-        except UserError as error:
-            print(f"nothing was submitted: {error}")
-        overview = look(study_dir)
-        print("\n".join(lines_of(overview)), flush=True)
-        if all(element.situation in OVER for element in overview.elements):
-            return
+    while not _is_over(study_dir):
         time.sleep(seconds)
         print()
+
+
+def _is_over(study_dir: Path) -> bool:
+    """Submit what can start and print the status; return whether nothing is to come."""
+    _submit(study_dir)
+    try:
+        overview = look(study_dir)
+    except OSError as error:  # such as a mount that is away: another look is to come
+        print(f"the study cannot be read: {error}", flush=True)
+        return False
+    print("\n".join(lines_of(overview)), flush=True)
+    if any(element.situation in IN_SLURM for element in overview.elements):
+        return False
+    # A job may have ended after the first call: then others can start by now.
+    return _submit(study_dir) == {}
+
+
+def _submit(study_dir: Path) -> dict[str, int] | None:
+    """Submit what can start; return how many by array, None with a line where that fails."""
+    try:
+        return advance(study_dir)
+    except (UserError, OSError) as error:
+        print(f"nothing was submitted: {error}", flush=True)
+        return None

@@ -40,7 +40,7 @@ class Training:
     tokens: int  # seen at that step
     loss: float | None  # of that step, nats per token
     tokens_per_second: float | None  # median over the newest updates of the newest attempt
-    left_seconds: float | None  # of the run's tokens at that speed
+    left_seconds: float | None  # of the run's tokens at that speed; None: it has none, or has ended
     checkpoint: int | None  # step of the newest whole one, restart checkpoints included
     straggler: str | None  # the rank that holds up the others
     silent_seconds: float | None  # since it last logged, by the clock of this machine; None: never
@@ -66,6 +66,7 @@ def training_of(study_dir: Path, run: RunConfig) -> Training:
     speed, tokens = median(speeds) if speeds else None, int(newest.get("tokens", 0))
     # By tokens, not by steps, since a step holds fewer tokens while the batch warms up.
     left = max(0, run.total_tokens - tokens)
+    has_ended = status is not None and status.status in ("done", "diverged")
     checkpoints = [*directory.complete_steps(), *directory.complete_restarts()]
     return Training(
         ending=status.status if status else None,
@@ -74,7 +75,7 @@ def training_of(study_dir: Path, run: RunConfig) -> Training:
         tokens=tokens,
         loss=newest.get("loss"),
         tokens_per_second=speed,
-        left_seconds=left / speed if speed else None,
+        left_seconds=left / speed if speed and not has_ended else None,
         checkpoint=max(checkpoints, default=None),
         straggler=straggler_of(directory.ranks),
         silent_seconds=_age_seconds(directory.metrics),

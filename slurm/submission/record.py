@@ -10,9 +10,10 @@ STUDY/slurm/starts/ARRAY-INDEX.jsonl     two lines per start: how far the work h
                                          start ended
 STUDY/slurm/excluded.json                nodes that no training goes to, with the reason
 
-An element is given up after starts that failed by themselves, in a row, without progress. One that
-was preempted or lost its node says nothing against the element, and one that came further begins a
-new row. Several processes add lines to the JSONL files: one may be cut off by its end.
+An element is given up after starts that failed by themselves or met their time limit, in a row,
+without progress. One that was preempted or lost its node says nothing against the element, and one
+that came further begins a new row. Several processes add lines to the JSONL files: one may be cut
+off by its end.
 """
 
 import json
@@ -46,7 +47,8 @@ PATIENCE_SECONDS = 60.0  # for another command, or a job that submits what comes
 PRIVATE = 0o600  # of files with lines of the site, which may be private
 
 Element = tuple[str, int]  # name of the array, index
-Ending = Literal["complete", "partial", "failed", "asked", "stopped", "unfit"]
+Ending = Literal["complete", "partial", "failed", "time limit", "asked", "stopped", "unfit"]
+FAULTS: tuple[Ending, ...] = ("failed", "time limit")  # the latter without progress
 # States of an element that did not end by its own fault.
 NO_FAULT = ("PREEMPTED", "NODE_FAIL", "CANCELLED", "BOOT_FAIL", "REVOKED")
 EXCLUDED_JSON = "excluded.json"  # node -> reason
@@ -339,7 +341,7 @@ def jobs_since_retry(submission: Submission, element: Element) -> list[str]:
 def failures(
     starts: Sequence[dict[str, Any]], jobs: Sequence[str], state: JobState | None, position: int
 ) -> int:
-    """Return how many starts in a row, up to now, failed without progress.
+    """Return how many starts in a row, up to now, ended by their own fault without progress.
 
     Args:
         starts: all starts of the element.
@@ -361,7 +363,7 @@ def failures(
             # It was killed before it could record an end; of the newest job SLURM may know why.
             if ending is None and newest and start is job_starts[-1]:
                 ending = "lost" if state and state.state in NO_FAULT else "failed"
-            count += ending == "failed"
+            count += ending in FAULTS
     return count
 
 

@@ -2,7 +2,7 @@
 
 The batch script passes SLURM's signals on to `python -m slurm job`, which it starts in the
 background: bash runs a trap only between commands or while it waits, and whatever asks the element
-to stop becomes a file that the job polls.
+to stop becomes a file that the job polls, with the seconds that the shell had run.
 """
 
 import os
@@ -51,7 +51,7 @@ SCRIPT = """\
 self=${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}  # a plain id may mean the whole array
 stop={stops}/$self.${{SLURM_RESTART_COUNT:-0}}
 mkdir -p {stops} || exit 1
-trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM
+trap 'echo "$SECONDS" >"$stop" && trap "" USR1 TERM' USR1 TERM
 echo "== $(date -u +%FT%TZ) $self start ${{SLURM_RESTART_COUNT:-0}} on ${{SLURM_JOB_NODELIST:-}}"
 
 {preamble}
@@ -210,7 +210,6 @@ def allocation_options(
 
 def _options(array: JobArray, site: Site, study_dir: Path, excluded: Collection[str]) -> list[str]:
     """Return the options of sbatch; the site's raw arguments come last, and win."""
-    resources, stop_seconds = site.resources_of(array.kind), site.limits.stop_seconds_before_limit
     # A requeued job keeps its id, so all its starts append to one log.
     options = [
         f"--job-name={study_dir.name}.{array.name}",
@@ -218,9 +217,8 @@ def _options(array: JobArray, site: Site, study_dir: Path, excluded: Collection[
         "--open-mode=append",
         "--requeue",
     ]
-    # B: to the batch shell alone. Below this limit it would come as soon as the job starts.
-    if resources.time_seconds > stop_seconds:
-        options.append(f"--signal=B:USR1@{stop_seconds}")
+    if notice := site.notice_seconds(array.kind):
+        options.append(f"--signal=B:USR1@{notice}")  # B: to the batch shell alone
     return [*options, *allocation_options(site, array.kind, excluded=excluded)]
 
 

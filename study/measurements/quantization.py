@@ -158,6 +158,7 @@ def _steps(
     # further methods are of several projects and share a process: no ranks
     is_method = kind == "methods"
     model = subject.run if is_method else f"{subject.run}-{subject.name}"
+    tail = _options(specs, settings, subject)  # once: a study has thousands of steps
     return [
         subject.step(
             kind,
@@ -167,7 +168,7 @@ def _steps(
             uses=_uses((spec,)),
             models=(subject.hf,),
             specs=("--spec", spec),
-            tail=_options(specs, settings, subject),
+            tail=tail,
             expected_seconds=12.0 if is_method else 4.0,
         )
         for spec in specs

@@ -1,5 +1,6 @@
 """Needs, words and commands of `make transformer-engine`, without compiling anything."""
 
+import os
 import re
 import sys
 from dataclasses import replace
@@ -7,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from base import host_memory
 from base.libraries.locks import pins_of
 from install import transformer_engine
 from install.settings import RefusedError
@@ -21,6 +24,7 @@ from install.transformer_engine import (
     check,
     steps,
     summary,
+    this_machine,
 )
 from tests.runs import PROJECT
 
@@ -63,6 +67,24 @@ def test_as_many_compilers_as_there_is_memory_for():
     assert minutes[0] == pytest.approx(8 * minutes[1], abs=8)
     assert "with 1 compiler of" in lines[0]
     assert "with 8 compilers of" in lines[1]
+
+
+def test_compilers_are_as_many_as_the_limit_of_the_container_has_memory_for(monkeypatch, tmp_path):
+    """As in a job of 8 GB on a node of 512."""
+    group = tmp_path / "cgroup/job"
+    contents = {"memory.max": "8000000000", "memory.current": "0", "memory.stat": "inactive_file 0"}
+    for path, text in [
+        (tmp_path / "proc/self/cgroup", "0::/job\n"),
+        *((group / name, text) for name, text in contents.items()),
+    ]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(host_memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
+    memory = SimpleNamespace(available=512 * 10**9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(64))
+    assert this_machine().jobs == 2
 
 
 def test_headers_are_those_of_the_wheels_and_of_no_toolkit():

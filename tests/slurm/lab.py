@@ -245,7 +245,6 @@ SETTINGS = """
 # All have every node. A job of `urgent` preempts those of the others, each in its own way.
 PARTITIONS = {
     "train": "Default=YES PriorityTier=10 PreemptMode=REQUEUE GraceTime=0",
-    "grace": "PriorityTier=10 PreemptMode=REQUEUE GraceTime=15",
     "spot": "PriorityTier=10 PreemptMode=CANCEL GraceTime=15",
     "urgent": "PriorityTier=100 PreemptMode=OFF",
 }

@@ -8,8 +8,9 @@ import pytest
 
 from base import environment
 from base.errors import UserError
+from base.files import write_json
 from slurm import cluster, doctor
-from slurm.doctor import checks_here, visit
+from slurm.doctor import Check, checks_here, visit
 from tests.slurm.studies import changed, site_of
 
 
@@ -102,6 +103,21 @@ def test_the_software_of_a_node_and_what_is_not_as_tested(node7, tf32, monkeypat
     differs = checks["versions on node7"].detail
     assert f"torch {installed('torch')} here, 2.13.0 tested" in differs
     assert "set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0" in (checks["fp32 on node7"].problem or "")
+
+
+def test_nodes_without_a_report_are_named_in_the_order_of_the_job(tmp_path, monkeypatch):
+    nodes = [f"node{number}" for number in range(1, 10)]
+    write_json(tmp_path / "site.json", site_of(tmp_path).model_dump(mode="json"))
+    write_json(tmp_path / "checks-node4.json", [])
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-9]")
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    monkeypatch.setattr(cluster, "hostnames", lambda _nodelist: nodes)
+    monkeypatch.setattr(doctor, "_slurm_from_here", lambda _directory: Check("sbatch", None))
+    monkeypatch.setattr(doctor, "_run", lambda _command: (0.0, "node1: no such file"))
+    problems = {check.name: check.problem for check in doctor.first(tmp_path)}
+    missing = "node1, node2, node3, node5, node6, node7, node8, node9"
+    expected = f"no report of {missing}: root is not there, or node1: no such file"
+    assert problems["root on every node"] == expected
 
 
 def test_a_node_that_may_not_submit(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """A job and its steps, with stand-ins for srun, scontrol and the interpreter that measures."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,34 @@ def test_what_needs_a_failed_step_waits_and_three_starts_are_enough(cluster, mon
             run(cluster)
     assert not {"step-lr3e-2", "slice-lr3e-2"} & set(ran(cluster))
     assert again(cluster) == 3, "after the fourth start it is given up"
+
+
+@pytest.mark.parametrize(
+    ("ran_seconds", "submissions"),
+    [
+        ("3590", 3),  # of an hour, less the ten seconds before its end
+        ("3540", 3),  # SLURM's signal is up to a minute early
+        ("600", 5),  # preempted
+        ("", 5),  # the disk was full
+    ],
+)
+def test_a_step_that_does_not_fit_the_time_limit_is_given_up_and_a_preempted_one_never(
+    cluster, monkeypatch, capsys, ran_seconds, submissions
+):
+    monkeypatch.setenv("TO_FAIL", "blocks-lr3e-2")
+    with pytest.raises(typer.Exit):
+        run(cluster)  # completes all else
+    (cluster / "stop").write_text(ran_seconds)
+    for _ in range(4):
+        with suppress(typer.Exit):
+            run(cluster)
+    assert again(cluster) == submissions
+    advice = (
+        "error: blocks-lr3e-2 made nothing within the time limit of 60; raise"
+        " resources.quantize.time in the site file, then 'python -m slurm retry tiny-smoke"
+        " --site FILE'\n"
+    )
+    assert (advice in capsys.readouterr().out) == (submissions == 3)
 
 
 def test_an_element_whose_input_is_missing_ends_with_a_line(cluster, capsys):

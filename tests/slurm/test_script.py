@@ -118,11 +118,13 @@ def test_killed_job_is_no_success(stage):
 
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
 def test_signal_to_the_batch_shell_becomes_the_stop_file_of_this_start(stage, sent):
+    began = time.monotonic()
     process = stage.start(POLITE, restarts=2)
     stage.wait_for_job(restarts=2)
     process.send_signal(sent)
     assert process.wait(HANG_SECONDS) == 7
-    assert stage.stop_file(restarts=2).exists()
+    ran_seconds = int(stage.stop_file(restarts=2).read_text())
+    assert 0 <= ran_seconds <= time.monotonic() - began + 1
     assert not stage.stop_file().exists()
 
 

@@ -1,10 +1,12 @@
 """The words of `status`, of studies that were written by hand and answers that SLURM would give."""
 
+import errno
 import json
 import os
 import random
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +15,23 @@ import pytest
 from base.errors import UserError
 from base.files import write_json
 from slurm import cluster
+from slurm.site import JobLimits
 from slurm.status.overview import last_error, look, situation_of
-from slurm.status.table import lines_of, measuring_rows, training_rows
+from slurm.status.table import lines_of, measuring_rows, training_rows, watch
 from slurm.status.trainings import straggler_of, tail_rows, training_of
-from slurm.submission.record import append, log_of
+from slurm.submission.arrays import FINAL, arrays_of
+from slurm.submission.record import append, log_of, record_end, record_start, write_plan
+from slurm.submission.submit import write_scripts
+from study.definition import save_study
 from study.steps import steps_of
 from tests.present import present
+from tests.sealing import write_ending
 from tests.slurm.studies import (
     in_state,
     make,
+    record_call,
     submitted,
+    watched_site,
     watched_study,
     write_attempts,
     write_log,
@@ -66,6 +75,7 @@ def half_way(study_dir, study, answers):
     write_metrics(study_dir, "lr3e-3", range(1, 73), attempt=1)
     write_metrics(study_dir, "lr3e-2", range(1, 30), attempt=1)
     write_metrics(study_dir, "lr3e-2", range(10, 31), attempt=2)
+    write_ending(RunDirectory(study_dir / "lr3e-3"), "done", 72)
     write_attempts(study_dir, "lr3e-3", 1)
     write_attempts(study_dir, "lr3e-2", 2)
     write_ranks(study_dir, "lr3e-2", 30, 2, [1.0, 1.01, 1.02, 1.5])
@@ -155,6 +165,98 @@ def test_what_slurm_has_forgotten_failed_as_often_as_it_was_submitted(half_way, 
     assert {element.situation for element in look(study_dir).elements} == {"waiting"}
 
 
+RUNNING, FAILED = in_state("RUNNING"), in_state("FAILED", code="1:0")
+ENDED = in_state("COMPLETED", code="0:0")
+
+
+@pytest.fixture
+def trainings_failed(study_dir, study, answers):
+    """A study whose trainings failed for good; its table was made of what there is."""
+    save_study(study_dir, study)
+    make(study_dir, study, TEXT)
+    site, arrays = watched_site(study_dir.parent), arrays_of(study, JobLimits())
+    write_scripts(study_dir, site, arrays)
+    write_plan(study_dir, site, arrays, anew=True)
+    record_call(study_dir, "train", 11, [0, 1])
+    record_call(study_dir, FINAL, 12, [0])
+    record_start(study_dir, (FINAL, 0), "12_0", nodes=1, position=0)
+    record_end(study_dir, (FINAL, 0), "12_0", "partial")
+    answers |= {"11_0": FAILED, "11_1": FAILED, "12_0": ENDED}
+    return study_dir
+
+
+def sleeps(monkeypatch: pytest.MonkeyPatch, between: Iterator[None]) -> None:
+    """Run the next part of an iterator wherever `watch` would sleep; it sleeps no more often."""
+
+    def sleep(_seconds: float) -> None:
+        if next(between, "over") == "over":
+            pytest.fail("it goes on")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+
+
+def test_a_watch_ends_when_what_waits_will_never_start(trainings_failed, monkeypatch):
+    sleeps(monkeypatch, iter(()))
+    watch(trainings_failed, 10)
+    situations = {element.situation for element in look(trainings_failed).elements}
+    assert situations == {"failed", "waiting"}
+
+
+def test_a_watch_goes_on_while_slurm_has_a_job_and_after_errors(
+    trainings_failed, answers, monkeypatch, capsys
+):
+    answers["11_1"] = RUNNING
+    known = cluster.states
+    fault: list[Exception] = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def states(ids):
+        if fault:
+            raise fault[0]
+        return known(ids)
+
+    def happens() -> Iterator[None]:
+        fault[0] = UserError("squeue: timed out; wait")
+        yield
+        fault.clear()
+        yield
+        answers["11_1"] = FAILED
+        yield
+
+    monkeypatch.setattr(cluster, "states", states)
+    between = happens()
+    sleeps(monkeypatch, between)
+    watch(trainings_failed, 10)
+    assert next(between, "over") == "over", "it did not end before"
+    shown = capsys.readouterr().out
+    assert "nothing was submitted: [Errno 116] Stale file handle" in shown
+    assert "nothing was submitted: squeue: timed out; wait" in shown
+
+
+def test_a_watch_submits_what_a_job_left_that_ended_while_it_looked(
+    trainings_failed, study, answers, monkeypatch
+):
+    submitted_indices = []
+    answers["11_0"] = RUNNING
+    known = cluster.states
+
+    def ends_after_this_answer(ids):
+        states = known(ids)
+        if states.get("11_0") == RUNNING:
+            make(trainings_failed, study, ["train-lr3e-3"])
+            answers["11_0"] = ENDED
+        return states
+
+    def sbatch(_script, array, _token):
+        submitted_indices.append(array)
+        return 20
+
+    monkeypatch.setattr(cluster, "states", ends_after_this_answer)
+    monkeypatch.setattr(cluster, "submit", sbatch)
+    sleeps(monkeypatch, iter([None]))
+    watch(trainings_failed, 10)
+    assert submitted_indices
+
+
 def test_node_hours_are_those_of_the_starts(study_dir, study, answers, monkeypatch):
     submission = submitted(study_dir, study)
     train = {name: submission.element_ids[name] for name in (("train", 0), ("train", 1))}
@@ -175,7 +277,9 @@ def test_node_hours_are_those_of_the_starts(study_dir, study, answers, monkeypat
             file.write(json.dumps(start) + "\n")
     answers[train["train", 0]] = in_state("RUNNING", nodes="node[1-4]")
     answers[train["train", 1]] = replace(in_state("PENDING", "Resources"), starts="2031-01-01T08")
-    write_metrics(study_dir, study.runs[0].name, range(1, 3), attempt=1, tokens_per_second=10.0)
+    for run in study.runs:
+        write_metrics(study_dir, run.name, range(1, 3), attempt=1, tokens_per_second=10.0)
+    write_ending(RunDirectory(study_dir / study.runs[1].name), "diverged", 2)  # not recorded yet
     monkeypatch.setattr(time, "time", lambda: 9000.0 + 1800)
     hours = look(study_dir).hours
     assert hours.used == pytest.approx(3 * 1200 / 3600 + 2 * 1 + 4 * 0.5)

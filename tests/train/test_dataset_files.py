@@ -13,7 +13,7 @@ from base.errors import UserError
 from tests.runs import PROJECT, error_line, make_run, python, succeed
 from train.data import documents
 from train.data.corpus import open_corpus
-from train.data.documents import Source, TextFile, parse_source
+from train.data.documents import DatasetPart, Source, TextFile, parse_source
 from train.data.prepare import Selection, prepare
 from train.run.directory import RunDirectory
 from train.run_data import open_data
@@ -126,9 +126,10 @@ def test_another_commit_of_a_dataset_is_read_again(
     assert interrupted(earlier) == times
     change_first_file(dataset)
     on_the_hub("c0de")
-    parts = parse_source("dataset:me/set:::1-2", "body")
+    parts, first = parse_source("dataset:me/set:::1-2", "body"), earlier[0]
+    assert isinstance(first, DatasetPart)
     with pytest.raises(UserError, match=r"no longer hf://datasets/me/set@5ee7/train-1.jsonl; prep"):
-        [*earlier[0].texts()]
+        [*first.texts()]
     manifest = prepare(parts, tokenizer_dir, tmp_path / "out")
     assert manifest == prepare(parts, tokenizer_dir, tmp_path / "fresh")
 

@@ -13,7 +13,7 @@
 self=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}  # a plain id may mean the whole array
 stop=/lab/studies/olmo2-7b-lr/slurm/stop/$self.${SLURM_RESTART_COUNT:-0}
 mkdir -p /lab/studies/olmo2-7b-lr/slurm/stop || exit 1
-trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM
+trap 'echo "$SECONDS" >"$stop" && trap "" USR1 TERM' USR1 TERM
 echo "== $(date -u +%FT%TZ) $self start ${SLURM_RESTART_COUNT:-0} on ${SLURM_JOB_NODELIST:-}"
 
 export OMP_NUM_THREADS=1
