@@ -26,6 +26,7 @@ from slurm.submission.record import (
     jobs_since_retry,
     log_of,
     position_of,
+    record_killed,
     script_path,
     starts_of,
     submitting,
@@ -219,6 +220,9 @@ class _Submitter:
 
     def sbatch(self, array: JobArray, indices: list[int]) -> None:
         """Submit elements of an array by one call, recorded before and after it."""
+        for element in ((array.name, index) for index in indices):
+            if earlier := self.submission.element_ids.get(element):
+                record_killed(self.study_dir, element, earlier, self.now.states.get(element))
         text, path = self.script(array), script_path(self.study_dir, array.name)
         if not path.exists() or path.read_text() != text:
             write_script(path, text)

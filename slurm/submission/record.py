@@ -47,7 +47,7 @@ PATIENCE_SECONDS = 60.0  # for another command, or a job that submits what comes
 PRIVATE = 0o600  # of files with lines of the site, which may be private
 
 Element = tuple[str, int]  # name of the array, index
-Ending = Literal["complete", "partial", "failed", "time limit", "asked", "stopped", "unfit"]
+Ending = Literal["complete", "partial", "failed", "time limit", "asked", "stopped", "unfit", "lost"]
 FAULTS: tuple[Ending, ...] = ("failed", "time limit")  # the latter without progress
 # States of an element that did not end by its own fault.
 NO_FAULT = ("PREEMPTED", "NODE_FAIL", "CANCELLED", "BOOT_FAIL", "REVOKED")
@@ -319,6 +319,22 @@ def record_end(study_dir: Path, element: Element, job: str, ending: Ending) -> N
     append_line(_path(study_dir, element), end)
 
 
+def record_killed(study_dir: Path, element: Element, job: str, state: JobState | None) -> None:
+    """Record of the last start of a job that it was killed, if it could not record an end itself.
+
+    Recorded before the next job is submitted: of an earlier one SLURM soon knows nothing any more.
+    """
+    starts = [start for start in starts_of(study_dir, element) if start["job"] == job]
+    if starts and "ended" not in starts[-1]:
+        restart, ending = starts[-1]["restart"], ending_of(state)
+        append_line(_path(study_dir, element), {"job": job, "restart": restart, "ended": ending})
+
+
+def ending_of(state: JobState | None) -> Ending:
+    """Return how a start ended that was killed before it could record it, as far as SLURM knows."""
+    return "lost" if state and state.state in NO_FAULT else "failed"
+
+
 def position_of(study_dir: Path, steps: Iterable[Step]) -> int:
     """Return how far the work of steps is: the newest checkpoints, and the number of outputs."""
     position = 0
@@ -360,9 +376,9 @@ def failures(
             if start["position"] < position:
                 return count
             ending = start.get("ended")
-            # It was killed before it could record an end; of the newest job SLURM may know why.
+            # Killed before it could record an end, and not yet recorded by `record_killed`.
             if ending is None and newest and start is job_starts[-1]:
-                ending = "lost" if state and state.state in NO_FAULT else "failed"
+                ending = ending_of(state)
             count += ending in FAULTS
     return count
 

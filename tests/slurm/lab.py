@@ -28,6 +28,8 @@ from typing import Any
 
 from tests.waiting import HANG_SECONDS, wait_until
 
+# Below the directory: a longer name of a Unix socket has jobs fail at their launch.
+LONGEST_SOCKET = "/spool/node10/node10_10000.4294967291"
 PORTS = range(10_000, 32_000)  # below those that the kernel hands out to clients
 SOFT_SECONDS = 5  # how long a process may take to end by itself
 # The number is written before the program starts, and its name holds the directory: from its first
@@ -306,6 +308,8 @@ class Lab:
 
     def start(self) -> None:
         """Return when every node is idle; TimeoutError otherwise, logs in `directory`/log."""
+        if len(f"{self.directory}{LONGEST_SOCKET}") > 107:
+            raise ValueError(f"{self.directory} is too long for Unix sockets below it")
         for name in ("etc", "log", "run", "state", "spool", "dev"):
             (self.directory / name).mkdir(parents=True)
         self._write_configuration()

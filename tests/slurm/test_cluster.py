@@ -224,14 +224,15 @@ def processes(word: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("accounting", [False, True])
-def test_no_process_outlives_whoever_started_the_lab(slurm_installed, tmp_path, accounting):
+def test_no_process_outlives_whoever_started_the_lab(slurm_installed, lab_directory, accounting):
     """Killed with -9, while a job runs that has left its session."""
+    directory = lab_directory.parent
     script = write(
-        tmp_path / "stays.sh", f"setsid bash -c 'sleep 600; echo {tmp_path}' & sleep 600"
+        directory / "stays.sh", f"setsid bash -c 'sleep 600; echo {directory}' & sleep 600"
     )
     starts = (
         "import time; from pathlib import Path; from tests.slurm.lab import Lab, running\n"
-        f"new = Lab(Path({str(tmp_path)!r}, 'own'), nodes=1, accounting={accounting})\n"
+        f"new = Lab(Path({str(lab_directory)!r}), nodes=1, accounting={accounting})\n"
         "with running(new) as lab:\n"
         f"    lab.command('sbatch', {str(script)!r}); print('up', flush=True); time.sleep(600)\n"
     )
@@ -241,13 +242,13 @@ def test_no_process_outlives_whoever_started_the_lab(slurm_installed, tmp_path, 
         assert owner.stdout
         assert owner.stdout.readline() == "up\n"
         wait_until(
-            lambda: any("sleep 600; echo" in line for line in processes(tmp_path)), "the job"
+            lambda: any("sleep 600; echo" in line for line in processes(directory)), "the job"
         )
         daemons = ["slurmctld", *["mariadbd", "slurmdbd"] * accounting]
         for name in daemons:
-            assert any(name in line for line in processes(tmp_path)), name
+            assert any(name in line for line in processes(directory)), name
         owner.send_signal(signal.SIGKILL)
-    wait_until(lambda: not processes(tmp_path), "no process left")
+    wait_until(lambda: not processes(directory), "no process left")
 
 
 @pytest.mark.stress

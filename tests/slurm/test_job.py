@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import typer
 
+import slurm.cluster
 from base.errors import UserError
 from slurm.job import element, supervision
 from slurm.job.element import run_element
 from slurm.site import JobLimits
 from slurm.status.overview import look
 from slurm.status.table import lines_of
+from slurm.submission.advance import advance
 from slurm.submission.arrays import FINAL, arrays_of
-from slurm.submission.record import existing_submission, starts_of, write_plan
+from slurm.submission.record import existing_submission, record_start, starts_of, write_plan
 from slurm.submission.submit import write_scripts
 from study.definition import save_study
 from study.pipeline.ledger import Ledger
@@ -23,7 +25,7 @@ from study.steps import steps_of
 from tests.interpreter import interpreter
 from tests.runs import write_program
 from tests.sealing import write_ending
-from tests.slurm.studies import changed, make, record_call, site_of
+from tests.slurm.studies import changed, in_state, make, record_call, site_of
 from train.run.directory import RunDirectory
 
 # Forked: an interpreter of its own would import for a second, at every step.
@@ -192,6 +194,21 @@ def test_a_step_that_does_not_fit_the_time_limit_is_given_up_and_a_preempted_one
         " --site FILE'\n"
     )
     assert (advice in capsys.readouterr().out) == (submissions == 3)
+
+
+@pytest.mark.parametrize(("word", "submissions"), [("OUT_OF_MEMORY", 2), ("PREEMPTED", 4)])
+def test_a_start_that_was_killed_counts_by_what_slurm_said_of_it(
+    cluster, monkeypatch, word, submissions
+):
+    """Each is killed before it can record its end, and forgotten once the next one has ended."""
+    record_call(cluster, "ends", 70, [1])
+    for _ in range(4):
+        newest = existing_submission(cluster).element_ids["ends", 1]
+        known = {newest: in_state(word, code="0:9")}
+        monkeypatch.setattr(slurm.cluster, "states", lambda ids, known=known: known)
+        record_start(cluster, ("ends", 1), newest, nodes=1, position=0)
+        advance(cluster)
+    assert again(cluster) == submissions
 
 
 def test_an_element_whose_input_is_missing_ends_with_a_line(cluster, capsys):
