@@ -59,7 +59,7 @@ class Hours:
     Attributes:
         used: node-hours of all starts.
         expected: node-hours that the rest of the trainings takes at their present speed; None
-            while none that goes on has a speed.
+            while none that still trains has a speed.
         queued: elements that wait in the queue.
         waiting_hours: how long the first of them has waited.
         next_start: when SLURM expects the next of them to start; empty where it cannot say.

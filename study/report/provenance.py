@@ -102,7 +102,7 @@ def _part(step: Step) -> str:
     """Return the part of a study that a step belongs to."""
     if step.run:
         return f"run {step.run}"
-    # Besides the runs' and the last ones there are those of the text, whatever their kind.
+    # A step of no run makes the text, whatever its kind, or is one of the last.
     return "table, report and MLflow" if step.kind in FINAL else "text and tokenizer"
 
 

@@ -256,7 +256,7 @@ def test_a_setting_changes_the_runs_that_have_its_field():
         (("curvature.pairs=many",), "--set: 'curvature.pairs': Input should be a valid integer"),
         (("total_steps=10",), "save_steps must be in 0..10"),
         (("model.family=gpt_neox",), "the megatron engine trains olmo2"),
-        *(  # no error is told from one value
+        *(  # one value has no standard error
             ((f"{path}=1",), f"--set: '{path}': Input should be greater than")
             for path in (
                 *("curvature.pairs", "curvature.norm_pairs", "curvature.companion_pairs"),
