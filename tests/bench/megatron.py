@@ -50,7 +50,7 @@ def loss(kind: str) -> None:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from train.megatron.loss import Targets, _HeadLosses
+    from train.model.losses import Targets, head_losses
 
     start()
     parallel_state.initialize_model_parallel()
@@ -62,7 +62,7 @@ def loss(kind: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if kind == "ours":
         targets = Targets(labels, torch.ones(TOKENS, dtype=torch.bool), 0.0)
-        value, _ = _HeadLosses.apply(hidden.flatten(0, 1), weight, targets, True)
+        value, _ = head_losses(hidden.flatten(0, 1), weight, targets)
     elif kind == "unfused":
         value = vocab_parallel_cross_entropy(hidden @ weight.t(), labels[:, None]).mean()
     else:

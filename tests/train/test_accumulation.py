@@ -115,7 +115,7 @@ def gradients_of_engines(*run_dirs: str) -> None:
 
 def errors_of_head() -> Tensor:
     """Errors of the gradient by the head's weight, by the engine's loss in 1 and in 128 chunks."""
-    from train.megatron import loss
+    from train.model import losses
 
     hidden = torch.randn(TOKENS, WIDTH, generator=generator()).bfloat16()
     weight = (torch.randn(ROWS, WIDTH, generator=generator()) * 0.02).bfloat16().requires_grad_()
@@ -125,9 +125,9 @@ def errors_of_head() -> Tensor:
 
     errors = []
     for chunks in (1, 128):
-        vars(loss)["CPU_CHUNK_TOKENS"] = TOKENS // chunks
-        targets = loss.Targets(labels, torch.ones(TOKENS, dtype=torch.bool), 0.0)
-        total, _ = loss._HeadLosses.apply(hidden, weight, targets, True)
+        vars(losses)["CPU_CHUNK_TOKENS"] = TOKENS // chunks
+        targets = losses.Targets(labels, torch.ones(TOKENS, dtype=torch.bool), 0.0)
+        total, _ = losses.head_losses(hidden, weight, targets)
         (gradient,) = torch.autograd.grad(total, weight)
         assert exact.grad is not None
         errors.append(error(gradient, exact.grad))

@@ -29,12 +29,12 @@ def sequences() -> Batch:
 
 def gradients_of_engine(run_dir: str, hf_dir: str, out: str) -> None:
     """Worker, on every rank: load the HF weights, differentiate one batch, save the gradients."""
-    from train.megatron import loss
     from train.megatron.engine import MegatronEngine
     from train.megatron.model import global_parameters
+    from train.model import losses
 
     # Three chunks of a microbatch of 128 tokens, the last one shorter.
-    vars(loss)["CPU_CHUNK_TOKENS"] = 48
+    vars(losses)["CPU_CHUNK_TOKENS"] = 48
     engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
     engine.start_from(load_file(Path(hf_dir) / "model.safetensors").__getitem__)
     parameters = global_parameters(engine._pipeline.model.module)

@@ -180,11 +180,11 @@ class MegatronEngine:
 
     def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
         """Copy the weights and, unless `weights_only`, optimizer state and slots."""
-        state = self._model_state()
-        self._state.spread(state)
+        model = self._model_state()
+        state: dict[str, Any] = {"model": self._state.weights_to_save(model)}
         if not weights_only:
             state |= {
-                "optimizer": self._state.to_save(state),
+                "optimizer": self._state.to_save(model),
                 "steps": self._state.inner_optimizer.steps,
             }
         return ShardedSnapshot(state, directory, self._memory)

@@ -5,13 +5,19 @@ A data-parallel rank holds one stretch of all parameters laid end to end:
     parameters  |---- A ----|-- B --|------ C ------|
     ranks       |----- 0 -----|----- 1 -----|-- 2 --|
 
-A checkpoint holds every parameter's state in the parameter's own shape. The rank where a parameter
-begins, its owner, receives the rest of it from the ranks after it, and writes it: here rank 0
-writes A and B, of which rank 1 sends the end. So every rank writes about as much as it holds, and
-nothing is gathered. What this file reads of megatron-core's optimizer is listed in
-`base.libraries.private_names`.
+So it is in every bucket of gradients, of which a model on GPUs has dozens.
+
+A checkpoint holds every parameter's state in the parameter's own shape, cut by rows:
+
+    rows of A   |--|--|--|--|--|
+    ranks       |---- 0 ---|- 1
+
+Every rank writes the rows that begin on it; of the row that its stretch ends in, the ranks after it
+send the rest. So every rank writes what it holds, but for a row, and nothing is gathered. What this
+file reads of megatron-core's optimizer is listed in `base.libraries.private_names`.
 """
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -42,6 +48,26 @@ class Piece:
     last: int  # data-parallel rank on which it ends
     ranks: tuple[tuple[int, int], ...]  # (start, stop) on each rank from the owner to the last
     inner: Tensor  # fp32, flat: what the inner optimizer updates, and its key for the states
+
+    @property
+    def width(self) -> int:
+        """The elements of a row of the parameter; 1 of a vector."""
+        return self.parameter[0].numel()
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The rows that begin on this rank, as a stretch of the flat parameter."""
+        return -(-self.start // self.width) * self.width, -(-self.stop // self.width) * self.width
+
+    @property
+    def border(self) -> int:
+        """The end of those rows that are wholly here: of the last one, others may hold a part."""
+        return max(self.rows[0], self.stop // self.width * self.width)
+
+    def rank_of(self, element: int) -> int:
+        """Return the data-parallel rank that holds an element of the flat parameter."""
+        starts = [start for start, _ in self.ranks]
+        return self.owner + bisect.bisect_right(starts, element) - 1
 
 
 class OptimizerState:
@@ -125,18 +151,78 @@ class OptimizerState:
                 parameter is split.
         """
         entries = _entries(model)
+        tensors = [self._tensors(piece) for piece in self.pieces]
+        border_rows = self._border_rows([list(by_kind.values()) for by_kind in tensors])
         state = {}
-        for index, piece in enumerate(self.pieces):
-            tensors = {key: self._joined(piece, flat) for key, flat in self._tensors(piece).items()}
-            state[str(index)] = self._split_as(entries, piece, tensors)
+        for index, (piece, row) in enumerate(zip(self.pieces, border_rows, strict=True)):
+            entry, start = entries[id(piece.parameter)], piece.rows[0]
+            state[str(index)] = {
+                kind: [
+                    *_rows(
+                        entry, key, start, flat[start - piece.start : piece.border - piece.start]
+                    ),
+                    *_rows(entry, key, piece.border, row[number]),
+                ]
+                for number, (kind, flat) in enumerate(tensors[index].items())
+                for key in [f"{STATE}{kind}."]
+            }
         return state
 
-    def spread(self, model: Any) -> None:
-        """Let every weight of a sharded state dict be written by its owner."""
-        owners = {id(piece.parameter): piece.owner for piece in self.pieces}
-        for parameter, entry in _entries(model).items():
-            # mcore writes the replica whose numbers are all 0: here that of the owner.
-            entry.replica_id = (*entry.replica_id[:-1], int(owners.get(parameter) != self._rank))
+    def weights_to_save(self, model: Any) -> dict[str, Any]:
+        """Return the model's part of a checkpoint: all ranks have all weights, each saves its rows.
+
+        Args:
+            model: sharded state dict of the model, made with `keep_vars`.
+        """
+        entries = _entries(model)
+        state = {}
+        for index, piece in enumerate(self.pieces):
+            weights = piece.parameter.detach().flatten()[slice(*piece.rows)]
+            state[str(index)] = list(
+                _rows(entries[id(piece.parameter)], "", piece.rows[0], weights)
+            )
+        return state
+
+    def _border_rows(self, tensors: list[list[Tensor]]) -> list[Tensor]:
+        """Return the last row that begins in each piece, for each of its tensors, on the CPU.
+
+        Args:
+            tensors: of each piece, flat.
+
+        Returns:
+            [tensors, elements of a row], or without elements where the piece ends with its row.
+        """
+        peers = dist.get_process_group_ranks(self._group)
+        operations, parts = [], []
+        border_rows = []
+        for piece, flats in zip(self.pieces, tensors, strict=True):
+            start, stop = piece.rows
+            # The end of a row that began on a rank before. Two ranks come to the rows they share in
+            # the same order, so messages need no tags.
+            tail = min(start, piece.stop) - piece.start
+            if tail:
+                sent = torch.stack([flat[:tail].cpu() for flat in flats])
+                owner = piece.rank_of(start - piece.width)
+                operations.append(dist.P2POp(dist.isend, sent, peers[owner], self._group))
+
+            row = torch.empty(len(flats), stop - piece.border)
+            border_rows.append(row)
+            if not row.numel():
+                continue
+            here = piece.stop - piece.border
+            for flat, values in zip(flats, row, strict=True):
+                values[:here] = flat[flat.numel() - here :]
+            for rank in range(piece.rank_of(piece.stop), piece.rank_of(stop - 1) + 1):
+                begin, end = piece.ranks[rank - piece.owner]
+                part = torch.empty(len(flats), min(end, stop) - begin)
+                operations.append(dist.P2POp(dist.irecv, part, peers[rank], self._group))
+                parts.append((row[:, begin - piece.border : min(end, stop) - piece.border], part))
+
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        for target, part in parts:
+            target.copy_(part)
+        return border_rows
 
     def to_load(self, model: Any, slots: list[str]) -> dict[str, Any]:
         """Return empty tensors for mcore to load into: weights, states, and `slots`.
@@ -146,47 +232,22 @@ class OptimizerState:
         """
         entries = _entries(model)
         kinds = ("param", *self._states, *(SLOT + name for name in slots))
-        return {
-            str(index): {
-                kind: list(_rows(entries[id(piece.parameter)], kind, piece)) for kind in kinds
-            }
-            for index, piece in enumerate(self.pieces)
-        }
-
-    def _split_as(
-        self, entries: dict[int, Any], piece: Piece, tensors: dict[str, Tensor | None]
-    ) -> dict[str, Any]:
-        """Return a parameter's state split over ranks as the parameter is, written by its owner."""
-        entry = entries[id(piece.parameter)]
-        # 0, which is what makes mcore write it, on the owner alone.
-        replica = (*entry.replica_id[:-1], self._rank - piece.owner)
         state = {}
-        for key, tensor in tensors.items():
-            if tensor is not None:
-                changes: dict[str, Any] = {
-                    "key": f"{STATE}{key}.{entry.key}",
-                    "data": tensor,
-                    "replica_id": replica,
-                }
-                if isinstance(entry, ShardedTensor):
-                    changes["dtype"] = tensor.dtype
-                state[key] = replace(entry, **changes)
+        for index, piece in enumerate(self.pieces):
+            # Down to, and up to, whole rows.
+            start, stop = piece.start // piece.width * piece.width, piece.rows[1]
+            state[str(index)] = {
+                kind: list(
+                    _rows(
+                        entries[id(piece.parameter)],
+                        f"{STATE}{kind}.",
+                        start,
+                        torch.empty(stop - start),
+                    )
+                )
+                for kind in kinds
+            }
         return state
-
-    def _joined(self, piece: Piece, flat: Tensor) -> Tensor | None:
-        """Return a whole parameter's state on its owner, live if all of it is there; else None."""
-        if piece.owner == piece.last:
-            return flat.view(piece.parameter.shape)
-        # Two ranks come to the parameters they share in the same order, so messages need no tags.
-        peers = dist.get_process_group_ranks(self._group)
-        if self._rank != piece.owner:
-            dist.send(flat.cpu(), peers[piece.owner], self._group)
-            return None
-        joined = torch.empty(piece.parameter.numel(), device="cpu")
-        joined[piece.start : piece.stop] = flat
-        for rank, (start, stop) in enumerate(piece.ranks[1:], piece.owner + 1):
-            dist.recv(joined[start:stop], peers[rank], self._group)
-        return joined.view(piece.parameter.shape)
 
     def assign(self, weight_of: Callable[[torch.nn.Parameter], Tensor]) -> None:
         """Set the main weights to what `weight_of` returns, in the shape of the parameter."""
@@ -199,7 +260,7 @@ class OptimizerState:
         """Set the state to what mcore loaded into `to_load(...)`; other slots stay as they are."""
         for index, piece in enumerate(self.pieces):
             loaded = state[str(index)]
-            before = piece.start % piece.parameter[0].numel()  # of the first row, another rank's
+            before = piece.start % piece.width  # of the first row, another rank's
             for kind, flat in self._tensors(piece).items():
                 if kind in loaded or not kind.startswith(SLOT):
                     rows = torch.cat([part.flatten() for part in loaded[kind]])
@@ -238,30 +299,39 @@ def _entries(model: Any) -> dict[int, Any]:
     return {id(entry.data): entry for entry in nested_values(model) if isinstance(entry, kinds)}
 
 
-def _rows(entry: Any, kind: str, piece: Piece) -> Iterator[ShardedTensor]:
-    """Yield empty tensors for the rows of a parameter's state in which a piece of it is."""
+def _rows(entry: Any, prefix: str, start: int, flat: Tensor) -> Iterator[ShardedTensor]:
+    """Yield whole rows of a parameter as it is split over ranks, each part by one writer.
+
+    Args:
+        entry: of the parameter in the model's sharded state dict.
+        prefix: begins the checkpoint key.
+        start: of the rows in the flat parameter.
+        flat: their values.
+    """
     # mcore splits a fused parameter, gate and up, into one tensor of each, by rows.
     parts = [entry] if isinstance(entry, ShardedTensor) else nested_values(entry.build())
-    width = piece.parameter[0].numel()
     before = 0  # elements of the parameter before the part
     for part in parts:
-        # The rows of this part that the piece touches: down to, and up to, whole rows.
-        first = max(piece.start - before, 0) // width
-        last = -(-min(piece.stop - before, part.data.numel()) // width)
+        width = part.data[0].numel()
+        begin = max(start, before)
+        end = min(start + flat.numel(), before + part.data.numel())
+        first = (begin - before) // width
         before += part.data.numel()
-        if first >= last:
+        if begin >= end:
             continue
         stacked = part.prepend_axis_num  # axes of layers, of which this is one
-        shape = (*[1] * stacked, last - first, *part.data.shape[1:])
+        shape = (*[1] * stacked, (end - begin) // width, *part.data.shape[1:])
         offset = list(part.global_offset)
         offset[stacked] += first
         yield replace(
             part,
-            key=f"{STATE}{kind}.{part.key}",
-            data=torch.empty(shape, device="cpu"),
-            dtype=torch.float32,
+            key=f"{prefix}{part.key}",
+            data=flat[begin - start : end - start].view(shape),
+            dtype=flat.dtype,
             local_shape=shape,
             global_offset=tuple(offset),
             axis_fragmentations=None,  # rows of any number
+            # The replica 0, on one rank alone, is what mcore writes.
+            replica_id=(*part.replica_id[:-1], 0),
             prepend_axis_num=0,
         )

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from train.data.batches import Batch
 from train.megatron.data_parallel import DataParallel
-from train.megatron.loss import Targets
 from train.megatron.model import build_model
 from train.model.documents import document_bounds
+from train.model.losses import Targets
 from train.run.config import RunConfig
 
 Report = dict[str, Tensor]

@@ -12,10 +12,10 @@ from functools import cache
 from typing import NamedTuple
 
 from train.model import megatron_names
+from train.model.accumulation import LOSS_CHUNK_TOKENS
 from train.model.config import ModelConfig, parameter_shapes
 from train.model.precision import FP8_RECIPES, dtype_of
 from train.run.config import RunConfig
-from train.run.parallel import LOSS_CHUNK_TOKENS
 from train.run.schedules import first_step
 
 # CUDA context, NCCL's buffers, cuBLAS workspaces, transients, slack of the allocator
