@@ -87,7 +87,9 @@ def make_run(
 
 def draw_weights(engine: Engine, run: RunConfig) -> None:
     """Give a new engine the initial weights of its run."""
-    engine.start_from(lambda name: initial_parameter(name, run.model, run.seed))
+    engine.start_from(
+        lambda name: initial_parameter(name, run.model, run.seed, run.scaling_of(name).initial)
+    )
 
 
 def called(app: typer.Typer, name: str, *arguments: object) -> int:

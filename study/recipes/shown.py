@@ -80,7 +80,8 @@ def _trained(run: RunConfig) -> str:
     origin = f"from step {branch.step} of {branch.run.removeprefix('../')} " if branch else ""
     schedule = run.schedule.describe(run.warmup_steps)
     return (
-        f"peak {run.optimizer.peak_lr:g}; {schedule}; {origin}to step {run.total_steps},"
+        f"peak {run.optimizer.peak_lr:g}{run.found_at}; {schedule}; {origin}to step"
+        f" {run.total_steps},"
         f" {run.tokens_per_step:,} tokens each; {run.engine}; checkpoints at"
         f" {', '.join(map(str, run.save_steps))}"
     )

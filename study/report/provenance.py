@@ -34,7 +34,7 @@ def _of_run(run: RunConfig) -> dict[str, str]:
         "training": f"{run.total_steps} steps of {sizes} x {run.data.sequence_length}"
         f" tokens, {run.precision}",
         "schedule": run.schedule.describe(run.warmup_steps),
-        "optimizer": f"{run.optimizer.describe()}, seed {run.seed}",
+        "optimizer": f"{run.optimizer.describe()}{run.found_at}, seed {run.seed}",
     }
 
 

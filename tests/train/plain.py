@@ -35,7 +35,8 @@ def plain_model(run: RunConfig) -> Olmo2ForCausalLM:
     )
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(initial_parameter(name, run.model, run.seed))
+            initial = run.scaling_of(name).initial
+            weight.copy_(initial_parameter(name, run.model, run.seed, initial))
     return model
 
 
@@ -46,7 +47,8 @@ def model_of_family(run: RunConfig, dtype: torch.dtype = torch.float32) -> Any:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
     with torch.no_grad():
         for name, weight in named_as_in_files(model).items():
-            weight.copy_(initial_parameter(name, run.model, run.seed))
+            initial = run.scaling_of(name).initial
+            weight.copy_(initial_parameter(name, run.model, run.seed, initial))
     return model
 
 
@@ -78,13 +80,13 @@ def figures_of(model: Any, logits_BSV: Tensor, batch: Batch) -> dict[str, float]
     }
 
 
-def differentiate(model: Any, tokens_BS: Tensor) -> float:
+def differentiate(model: Any, tokens_BS: Tensor, clip: float = 1.0) -> float:
     """Set the clipped gradients of cross-entropy and z-loss; return the former before the update."""
     logits = model(tokens_BS[:, :-1]).logits
     loss = cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten())
     model.zero_grad()
     (loss + 1e-5 * logits.logsumexp(-1).square().mean()).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     return loss.item()
 
 

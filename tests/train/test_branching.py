@@ -66,6 +66,7 @@ def test_an_unchanged_branch_is_its_parent(trained, tmp_path, inputs):
         ({"branch_from.fingerprint": "0" * 16}, "has fingerprint"),
         ({"optimizer.beta2": 0.9}, "has the optimizer.beta2 of its parent"),
         ({"data.order": "sequential"}, "has the data.order of its parent"),
+        ({"parametrization": "completep"}, "has the parametrization of its parent"),
     ],
 )
 def test_a_branch_that_is_none_is_refused(trained, tmp_path, inputs, changes, words):

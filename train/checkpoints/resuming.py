@@ -93,7 +93,9 @@ def resume(
         record = _undamaged(checkpoint, "import the model again")
         start_from_import(engine, run, directory, checkpoint, record)
     else:
-        engine.start_from(lambda name: initial_parameter(name, run.model, run.seed))
+        engine.start_from(
+            lambda name: initial_parameter(name, run.model, run.seed, run.scaling_of(name).initial)
+        )
     return 0, None, []
 
 

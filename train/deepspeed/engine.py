@@ -54,7 +54,7 @@ class DeepSpeedEngine:
         self._optimizer = GroupStepOptimizer(
             run.optimizer,
             [
-                Member(parameter, name in hidden, run.optimizer.decays(name))
+                Member(parameter, name in hidden, run.optimizer.decays(name), run.scaling_of(name))
                 for name, parameter in self._parameters.items()
             ],
         )

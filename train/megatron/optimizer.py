@@ -47,11 +47,15 @@ def _members(run: RunConfig, model: DistributedDataParallel) -> list[Member]:
     Which are decayed is the run's to say (`optimizer.undecayed`); megatron-core would spare norms.
     """
     undecayed, hidden = _undecayed(run), hidden_matrices(run.model)
-    members = [
-        Member(parameter, hidden.issuperset(megatron_names.hf_names(name)), name not in undecayed)
-        for name, parameter in global_parameters(model.module).items()
-    ]
-    return sorted(members, key=lambda member: (member.hidden, not member.decayed))
+    members = []
+    for name, parameter in global_parameters(model.module).items():
+        hf_names = megatron_names.hf_names(name)
+        # Matrices that are one here read the same input, and are scaled alike.
+        (scaling,) = {run.scaling_of(hf_name) for hf_name in hf_names}
+        members.append(
+            Member(parameter, hidden.issuperset(hf_names), name not in undecayed, scaling)
+        )
+    return sorted(members, key=lambda each: (each.hidden, not each.decayed, each.scaling))
 
 
 def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> DistributedOptimizer:

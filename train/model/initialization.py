@@ -26,17 +26,18 @@ FIRST_EXPONENT = -33  # of the smallest one, half of 2^-32
 CELL_BITS, PLACE_BITS = 10, 13  # of the mantissa: which cell, and the place within it
 
 
-def initial_parameter(name: str, model: ModelConfig, seed: int) -> Tensor:
+def initial_parameter(name: str, model: ModelConfig, seed: int, factor: float = 1.0) -> Tensor:
     """Return the initial fp32 value of a parameter, a function of seed and HF name.
 
     Norm weights are 1 and biases 0. Every matrix, the embedding and lm_head included, is normal
-    with std `initializer_range` without scaling by depth; for OLMo2 truncated at three standard
-    deviations.
+    with std `initializer_range`, for OLMo2 truncated at three standard deviations; all of that
+    times `factor`.
 
     Args:
         name: of the parameter in HF's checkpoint.
         model: whose shapes it has.
         seed: of the run.
+        factor: of the run's parametrization, `RunConfig.scaling_of`.
 
     Example: a matrix of OLMo2, with std 0.02 cut at 0.06.
         >>> from train.model.presets import OLMO2_30M
@@ -46,11 +47,11 @@ def initial_parameter(name: str, model: ModelConfig, seed: int) -> Tensor:
     """
     shape = parameter_shapes(model)[name]
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        return torch.full(shape, 0.0 if name.endswith(".bias") else factor)
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     weight = torch.empty(shape)
     cut_at = {"normal": None, "truncated_normal": CUT_AT}[model.initializer]
-    draw_normal(weight.view(-1), key, std=model.initializer_range, cut_at=cut_at)
+    draw_normal(weight.view(-1), key, std=model.initializer_range * factor, cut_at=cut_at)
     return weight
 
 

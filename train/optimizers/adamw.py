@@ -43,7 +43,7 @@ class AdamMoments(OptimizerConfig):
             beta1=self.beta1,
             beta2=self.beta2,
             weight_decay=step.decay,
-            eps=self.eps,
+            eps=self.eps * step.epsilon,
             amsgrad=False,
             maximize=False,
         )

@@ -18,6 +18,7 @@ class GroupStep(NamedTuple):
     rate: float
     decay: float  # weights are multiplied by 1 - rate x decay
     number: int  # from 1
+    epsilon: float = 1.0  # factor of AdamW's
 
 
 class OptimizerConfig(Frozen, ABC):
@@ -25,6 +26,9 @@ class OptimizerConfig(Frozen, ABC):
 
     # fp32 tensors that are kept for every parameter, in its shape, by their key in checkpoints.
     STATES: ClassVar[tuple[str, ...]]
+    # Power of the width by which CompleteP scales the rate of hidden matrices: an update of this
+    # kind has entries of a fixed size.
+    RATE_BY_WIDTH: ClassVar[float] = -1.0
 
     peak_lr: float = Field(ge=0)
     weight_decay: float = Field(default=0.1, ge=0)
@@ -111,6 +115,9 @@ class OptimizerConfig(Frozen, ABC):
 
 class MatrixOptimizer(OptimizerConfig):
     """An optimizer that updates every hidden matrix as a whole, and the rest by `update`."""
+
+    # A direction has singular values that grow with the square root of the width.
+    RATE_BY_WIDTH = -0.5
 
     @abstractmethod
     def accumulate(self, gradient: "Tensor", states: "dict[str, Tensor]") -> "Tensor":

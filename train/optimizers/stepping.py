@@ -4,20 +4,32 @@ The engine replaces the parameters of its groups by this rank's flat fp32 parts 
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from train.model.parametrization import Scaling
 from train.optimizers.settings import GroupStep, OptimizerConfig
 
 
 class Member(NamedTuple):
-    """A parameter, with what decides its weight decay."""
+    """A parameter, with what decides its learning rate and weight decay."""
 
     parameter: Tensor
     hidden: bool  # whether it is a hidden matrix
     decayed: bool
+    scaling: Scaling
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """Return what all parameters of a group have in common."""
+        return {
+            "hidden": self.hidden,
+            "decayed": self.decayed,
+            "rate_factor": self.scaling.rate,
+            "epsilon_factor": self.scaling.epsilon,
+        }
 
 
 class GroupStepOptimizer(torch.optim.Optimizer):
@@ -29,16 +41,11 @@ class GroupStepOptimizer(torch.optim.Optimizer):
 
     def __init__(self, settings: OptimizerConfig, members: Iterable[Member]) -> None:
         self._settings = settings
-        groups: dict[tuple[bool, bool], list[Tensor]] = {}
-        for parameter, hidden, decayed in members:
-            groups.setdefault((hidden, decayed), []).append(parameter)
-        super().__init__(
-            [
-                {"params": parameters, "hidden": hidden, "decayed": decayed}
-                for (hidden, decayed), parameters in groups.items()
-            ],
-            {"lr": 0.0, "weight_decay": 0.0, "step": 0},
-        )
+        groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for member in members:
+            group = groups.setdefault(tuple(member.group.values()), {"params": []} | member.group)
+            group["params"].append(member.parameter)
+        super().__init__(list(groups.values()), {"lr": 0.0, "weight_decay": 0.0, "step": 0})
 
     def start_states(self) -> None:
         """Set all states to zero, so that a checkpoint can hold them before the first step."""
@@ -63,8 +70,9 @@ class GroupStepOptimizer(torch.optim.Optimizer):
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next step, and the weight decay that follows from it."""
         for group in self.param_groups:
-            group["lr"] = rate
-            decay = self._settings.decay_at(rate, hidden=group["hidden"])
+            group["lr"] = rate * group["rate_factor"]
+            # Times the rate of the group, the same share of a weight whatever the factor is.
+            decay = self._settings.decay_at(rate, hidden=group["hidden"]) / group["rate_factor"]
             group["weight_decay"] = decay if group["decayed"] else 0.0
 
     @torch.no_grad()
@@ -84,5 +92,7 @@ class GroupStepOptimizer(torch.optim.Optimizer):
                     name: [self.state[parameter][name] for parameter in weights]
                     for name in self._settings.STATES
                 },
-                GroupStep(group["lr"], group["weight_decay"], group["step"]),
+                GroupStep(
+                    group["lr"], group["weight_decay"], group["step"], group["epsilon_factor"]
+                ),
             )

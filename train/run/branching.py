@@ -15,7 +15,7 @@ from train.run.directory import RunDirectory, read_checkpoint_record
 # All that decides an update but the learning rate. Kernels and layout may differ, as in resuming.
 MUST_AGREE = (
     *("seed", "engine", "precision", "model", "data", "optimizer"),
-    *("batch_size", "batch_warmup"),
+    *("parametrization", "base_width", "base_depth", "batch_size", "batch_warmup"),
 )
 # Of the data: the tokens themselves are compared by hash.
 PATHS = ("train", "held_out", "more_held_out", "tokenizer")

@@ -19,6 +19,7 @@ from base.settings import change, check_path, name_part
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
 from train.model.families import TRAINED
+from train.model.parametrization import Scaling, completep
 from train.model.precision import FP8_RECIPES, Precision
 from train.optimizers import AnyOptimizer
 from train.run.optimization import Ema, Lawa, ScheduleConfig, SmallerBatch, SpikeConfig
@@ -72,6 +73,13 @@ class RunConfig(Frozen):
     model: ModelConfig
     data: DataConfig
     optimizer: AnyOptimizer
+    parametrization: Literal["standard", "completep"] = Field(
+        default="standard",
+        description="completep (arXiv 2505.01618): initializer_range, rates, decay and epsilon are"
+        " those of a model of base_width and base_depth, from which follow this one's",
+    )
+    base_width: int = Field(default=256, gt=0, description="hidden_size; completep only")
+    base_depth: int = Field(default=4, gt=0, description="num_hidden_layers; completep only")
     schedule: ScheduleConfig
     averages: tuple[Annotated[Lawa | Ema, Field(discriminator="kind")], ...] = ()
     spikes: SpikeConfig | None = None
@@ -123,6 +131,7 @@ class RunConfig(Frozen):
                 raise ValueError(f"saving.{name} has {min(others)}, which save_steps lacks; add it")
 
         self._check_schedule()
+        self._check_parametrization()
         for size in self.batch_sizes:
             if size % self.micro_batch_size:
                 raise ValueError(
@@ -158,6 +167,12 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"save_steps must be greater than the branch's {self.branch_from.step}"
             )
+
+    def _check_parametrization(self) -> None:
+        for name in ("base_width", "base_depth"):
+            is_set = getattr(self, name) != type(self).model_fields[name].default
+            if is_set and self.parametrization == "standard":
+                raise ValueError(f"{name} belongs to completep; set parametrization to completep")
 
     def _check_engine(self) -> None:
         if self.engine == "megatron":
@@ -201,6 +216,25 @@ class RunConfig(Frozen):
             for key, size in sizes.items():
                 if size % parts:
                     raise ValueError(f"{key} {size} does not divide over parallel.{name} {parts}")
+
+    def scaling_of(self, name: str) -> Scaling:
+        """Return what scales initial value, rate and epsilon of a parameter, by its HF name."""
+        if self.parametrization == "standard":
+            return Scaling()
+        return completep(
+            name,
+            self.model,
+            base_width=self.base_width,
+            base_depth=self.base_depth,
+            rate_by_width=self.optimizer.RATE_BY_WIDTH,
+        )
+
+    @property
+    def found_at(self) -> str:
+        """Return the size that the optimizer's settings are for, in words; empty for its own."""
+        if self.parametrization == "standard":
+            return ""
+        return f" at width {self.base_width} and depth {self.base_depth} ({self.parametrization})"
 
     @property
     def tokens_per_step(self) -> int:
