@@ -25,6 +25,7 @@ from ckpt_tools.hf.directory import (
 from ckpt_tools.probe import check_probe
 from train.data.tokenizer import load_tokenizer
 from train.model.config import hf_settings
+from train.model.precision import dtype_of as products_dtype
 from train.run.directory import (
     CHECKPOINT_JSON,
     IMPORTED_FROM,
@@ -137,7 +138,7 @@ def _copy_configuration(out: Path, checkpoint: Path, record: CheckpointRecord) -
 def _check(hf_dir: Path, checkpoint: Path, record: CheckpointRecord) -> dict[str, Any]:
     """Return the figures of `check_probe` for a directory that is not committed yet."""
     # The probe of an import is computed in fp32 from the stored weights, whatever their type.
-    precision = "fp32" if record.imported is not None else record.dtype
+    precision = "fp32" if record.imported is not None else products_dtype(record.precision)
     try:
         return check_probe(hf_dir, read_tensors(checkpoint / PROBE), precision)
     except UserError as error:

@@ -43,7 +43,6 @@ def replace(owner: Any, name: str, value: Any) -> Any:
 _CPU, _STATE = "train/megatron/cpu.py", "train/megatron/optimizer_state.py"
 _SHARDED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
-_SHARDING, _BF16 = "train/deepspeed/sharding.py", "deepspeed.runtime.bf16_optimizer"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 _SHARDS, _COST = "ckpt_tools/formats/megatron_shards.py", "curvature/cost/simulation.py"
 _SDPA = "_scaled_dot_product_flash_attention_for_cpu"
@@ -97,7 +96,7 @@ USES = (
     ),
     # training: DeepSpeed
     Use(
-        _SHARDING,
+        "train/deepspeed/sharding.py",
         _ZERO,
         (
             *("round_robin_bit16_padding", "round_robin_bit16_groups"),
@@ -105,21 +104,6 @@ USES = (
             *("scaled_global_norm", "update_lp_params"),
         ),
         "reads and sets what a rank holds of weights and gradients",
-    ),
-    Use(
-        _SHARDING,
-        f"{_BF16}.BF16_Optimizer",
-        (
-            *("bf16_groups", "fp32_groups_flat_partition", "fp32_groups_gradients_flat"),
-            "fp32_groups_gradient_flat_partition",
-        ),
-        "reads and sets what a rank holds of weights and gradients",
-    ),
-    Use(
-        "train/deepspeed/setup.py",
-        _BF16,
-        ("see_memory_usage",),
-        "replaced: it prints, whatever the level of the log",
     ),
     Use(
         "train/deepspeed/setup.py",

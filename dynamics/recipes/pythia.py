@@ -55,7 +55,7 @@ SOURCES = (
 PEAK = 3e-3  # where no other is stated
 COSINE_FLOOR = 0.1  # this project's choice; the paper states none
 # 524,288 tokens a step, 99.6e9 tokens in all, warm-up 1%. On 8 H100 with 80 GB, 'python -m train
-# plan' has a rank at 40 GB with 160M parameters and at 31 GB with 70M.
+# plan' has a rank at 19 GB with 160M parameters and at 9 GB with 70M.
 END, SMALL_END = 190_000, 80
 # Checkpoints of a stable phase and of a cooldown. The paper's are 2,000 steps apart in both: its
 # landscape is spanned by 188,000 and 190,000.

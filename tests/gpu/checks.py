@@ -11,7 +11,17 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu import casts, gptq, hessian, kernels, libraries, saved, training, transformer_engine
+from tests.gpu import (
+    casts,
+    compiled,
+    gptq,
+    hessian,
+    kernels,
+    libraries,
+    saved,
+    training,
+    transformer_engine,
+)
 from tests.gpu.figures import CheckedFigure, SkippedError, table
 from tests.gpu.workbench import FORKS, Workbench
 
@@ -25,6 +35,8 @@ def checks(workbench: Workbench) -> dict[str, Callable[[Workbench], list[Checked
         "sums": kernels.sums,
         "training, CPU and GPU": training.cpu_and_gpu,
         "DeepSpeed": training.deepspeed,
+        "DeepSpeed, compiled layers": compiled.gradients,
+        "DeepSpeed, kernels": compiled.kernels,
         "GPTQ, CPU and GPU": gptq.cpu_and_gpu,
         "GPTQ, CUDA graph": gptq.graph_and_plain,
         "GPTQ, bf16 Hessian": gptq.bf16_hessian,

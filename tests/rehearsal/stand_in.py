@@ -301,6 +301,7 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
     answers |= {
         "is_available": lambda: True,
         "device_count": lambda: 1,
+        "is_bf16_supported": lambda *_, **__: True,
         "get_device_name": lambda *_, **__: "NVIDIA H100",
         "mem_get_info": lambda *_, **__: (80 * 10**9, 80 * 10**9),
         "get_device_properties": lambda *_, **__: SimpleNamespace(

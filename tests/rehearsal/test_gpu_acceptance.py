@@ -27,7 +27,7 @@ STARTS_TRAINING = {TRAINING, "DeepSpeed", "saves"}
 NAMES = list(checks(Workbench("cpu", IN_SMALL, Path())))
 NEEDS_GPU = {
     *(name for name in NAMES if name.startswith("Transformer Engine")),
-    *("libraries", "saved checkpoints in vLLM"),
+    *("DeepSpeed, kernels", "libraries", "saved checkpoints in vLLM"),
 }
 QUICK = [name for name in NAMES if name not in {*NEEDS_GPU, TRAINING}]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.conftest import widths
 from tests.runs import draw_weights, leave_layout, make_run, on_ranks
@@ -17,7 +17,7 @@ from tests.train.plain import model_of_family, named_as_in_files
 from train.data.batches import Batch
 from train.distributed import start
 from train.engines import build_engine
-from train.model.accumulation import SummedLayerNorm, add_product, embedded, sums_like
+from train.model.accumulation import add_product, embedded, sums_like
 from train.model.config import ModelConfig
 from train.run.config import RunConfig, load_run
 
@@ -68,20 +68,6 @@ def test_a_product_summed_by_chunks_is_the_product(chunk):
         add_product(sums, left[begin : begin + chunk], right[begin : begin + chunk])
     expected = left.double().T @ right.double()
     assert error(sums, expected) < 1e-6  # fp32, nothing rounded yet
-
-
-def test_layer_norm_sums_its_gradients():
-    """torch's own kernel is wrong by 60% and more on a CPU."""
-    ours, exact = SummedLayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-    ours.to(torch.bfloat16)
-    exact.double()
-    x, gradient = one_sided(TOKENS, WIDTH), one_sided(TOKENS, WIDTH)
-    ours(x).backward(gradient)
-    exact(x.double()).backward(gradient.double())
-    for mine, expected in zip(ours.parameters(), exact.parameters(), strict=True):
-        assert mine.grad is not None
-        assert expected.grad is not None
-        assert error(mine.grad, expected.grad) < ROUNDED_ONCE
 
 
 LENGTH, SEQUENCES = 128, 64  # 8,192 tokens in one microbatch
@@ -146,12 +132,12 @@ def run_of(directory: Path, engine: str, family: str) -> RunConfig:
 
 
 def exact_gradients(run: RunConfig) -> dict[str, Tensor]:
-    """By transformers in fp64, at the weights that the engines round to bf16."""
+    """By transformers in fp64, at the weights that the engine computes with."""
     model = model_of_family(run, torch.float64)
     named = named_as_in_files(model)
     with torch.no_grad():
         for weight in named.values():
-            weight.copy_(weight.bfloat16())
+            weight.copy_(weight.bfloat16() if run.engine == "megatron" else weight)
     logits = model(tokens()[:, :-1]).logits
     loss = F.cross_entropy(logits.flatten(0, 1), tokens()[:, 1:].flatten())
     (loss + run.optimizer.z_loss * logits.logsumexp(-1).square().mean()).backward()
@@ -159,7 +145,7 @@ def exact_gradients(run: RunConfig) -> dict[str, Tensor]:
 
 
 def test_no_gradient_of_a_large_microbatch_is_lost(tmp_path):
-    """Within 2% where layers round to bf16; embeddings and LayerNorms were wrong by 10% to 80%."""
+    """Within 2% where layers round to bf16, 1% under autocast; embeddings were wrong by 10%."""
     runs = [
         run_of(tmp_path / "megatron", "megatron", "olmo2"),
         run_of(tmp_path / "deepspeed", "deepspeed", "gpt_neox"),
@@ -179,5 +165,6 @@ def test_no_gradient_of_a_large_microbatch_is_lost(tmp_path):
             if name in ours and gradient.numel() == ours[name].numel()
         }
         for name in compared:
-            assert error(ours[name], expected[name].flatten()) < 0.02, name
+            most = 0.02 if run.engine == "megatron" else 0.01
+            assert error(ours[name], expected[name].flatten()) < most, name
         assert len(compared) == (9 if run.engine == "megatron" else len(expected))

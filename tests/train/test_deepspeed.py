@@ -17,9 +17,11 @@ from tests.runs import draw_weights, on_ranks
 from tests.train.plain import adamw, losses_of_labels, model_of_family, update
 from train.data.batches import Batch
 from train.data.config import DataConfig
+from train.deepspeed.model import ModelWithLosses
 from train.distributed import start
 from train.engine import StepResult
 from train.model.config import ModelConfig
+from train.model.losses import Targets
 from train.observing import forward_figures, observed_step
 from train.optimizers.adamw import AdamW
 from train.run.config import RunConfig, dump_run, load_run
@@ -71,6 +73,14 @@ RUNS = {
         *(
             small_run(f"bf16-stage{stage}", stage=stage, precision="bf16", total_steps=6)
             for stage in (1, 2)
+        ),
+        small_run(
+            "bf16-gpt_neox",
+            stage=2,
+            precision="bf16",
+            family="gpt_neox",
+            optimizer=PLAINLM,
+            total_steps=6,
         ),
         small_run("recompute", recompute="layers", total_steps=5),
         small_run("llama", stage=1, family="llama", kv_heads=2, optimizer=PLAINLM, total_steps=6),
@@ -144,13 +154,17 @@ def train_all(runs_json: str, out: str) -> None:
 
 def plain_losses(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy and squared log-normalizer of every label, 0 where it does not count."""
-    losses_BS, squares_BS = losses_of_labels(model(batch.tokens_BS[:, :-1]).logits, batch.tokens_BS)
+    logits_BSV = model(batch.tokens_BS[:, :-1]).logits
+    logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+    losses_BS, squares_BS = losses_of_labels(logits_BSV, batch.tokens_BS)
     return losses_BS * batch.counted_BS, squares_BS * batch.counted_BS
 
 
 def plain_report(run: RunConfig, undecayed: tuple[str, ...]) -> dict:
-    """The same run in one process, on whole batches."""
+    """The same run in one process, on whole batches; in bf16 by torch's autocast of the model."""
     model = model_of_family(run)
+    if run.precision == "bf16":
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     optimizer = adamw(dict(model.named_parameters()), undecayed)
     rows, probes = [], [plain_probe(model, batch_of(1).tokens_BS[:2, :-1])]
     for step in range(1, run.total_steps + 1):
@@ -232,10 +246,54 @@ def test_every_step_equals_a_plain_loop(reports, plain, name):
     assert at_end < 1e-4
 
 
-@pytest.mark.parametrize("name", ["bf16-stage1", "bf16-stage2"])
-def test_bf16_follows_fp32(reports, plain, name):
-    assert gap(reports[name]["rows"], plain["rows"], 0) < 3e-3
-    assert probe_errors(reports[name], plain)[0] < 5e-2
+@pytest.mark.parametrize("name", ["bf16-stage1", "bf16-stage2", "bf16-gpt_neox"])
+def test_bf16_is_fp32_under_torchs_autocast(reports, name):
+    """As in plainLM; losses in chunks and gradients summed in fp32 round less than they may."""
+    run = RUNS[name]
+    undecayed = ("bias", "norm") if run.model.family == "gpt_neox" else ("embed_tokens",)
+    expected = plain_report(run, undecayed)
+    rows, held_out = reports[name]["rows"], reports[name]["held_out"]
+    # Measured 1.4e-4, 5e-3 and 7e-5: another attention and the sums round otherwise.
+    assert gap(rows, expected["rows"], 0) < 3e-4
+    assert gap(rows, expected["rows"], 2) < 1e-2
+    assert held_out == pytest.approx(expected["held_out"], abs=2e-4)
+    # Outputs of single modules, in the plain model by another attention: a few roundings each.
+    assert max(probe_errors(reports[name], expected)) < 4e-2
+
+
+def test_products_alone_are_rounded_in_bf16(reports):
+    """Linears return bf16 numbers; the residual stream, norms and the embedding do not."""
+    outputs = {
+        name: torch.tensor(output) for name, output in reports["bf16-gpt_neox"]["probes"][1].items()
+    }
+    rounded = {name for name, x in outputs.items() if torch.equal(x, x.bfloat16().float())}
+    linears = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "logits")
+    assert rounded == {name for name in outputs if name.endswith(linears)}
+
+
+def test_autocast_has_the_smaller_gradient_errors():
+    """Errors of six layers against fp64: what is between products is fp32, not bf16.
+
+    Over 60 steps of such a model of width 128 they were 4.9e-3 on the mean. In bf16 throughout they
+    were 7.1e-3 with sums of embeddings and norms in fp32, 1.2e-2 without.
+    """
+    run = small_run("deep", family="gpt_neox", optimizer=PLAINLM, precision="bf16")
+    run = run.model_copy(update={"model": run.model.model_copy(update={"num_hidden_layers": 6})})
+    batch = batch_of(1)
+    exact, plain, model = (
+        model_of_family(run, dtype) for dtype in (torch.float64, torch.bfloat16, torch.float32)
+    )
+    losses = [plain_losses(each, batch)[0].mean() for each in (exact, plain)]
+    targets = Targets(batch.tokens_BS[:, 1:].flatten(), batch.counted_BS.flatten(), 0.0)
+    losses.append(ModelWithLosses(model, "bf16")(batch.tokens_BS[:, :-1], None, targets)[0])
+    gradients = [
+        torch.cat([gradient.double().flatten() for gradient in torch.autograd.grad(loss, weights)])
+        for loss, weights in zip(
+            losses, (list(each.parameters()) for each in (exact, plain, model)), strict=True
+        )
+    ]
+    in_bf16, ours = ((each - gradients[0]).norm() / gradients[0].norm() for each in gradients[1:])
+    assert ours < 0.8 * in_bf16  # measured 0.0056 and 0.0082
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])

@@ -86,8 +86,7 @@ class Attempt:
         self.engine.train_step(other, 1.0, lambda _: False)
 
         def overflow(_module, _inputs, output):
-            output.logits = output.logits * float("nan")
-            return output
+            return tuple(losses * float("nan") for losses in output)
 
         hook = self.engine._engine.module.register_forward_hook(overflow)
         overflowed = self.engine.train_step(other, 1.0, StepResult.is_finite)
@@ -269,7 +268,7 @@ def test_slots_and_weights_are_those_of_the_engine(saved, name):
     assert len(state) == len(whole) * (3 + len(slots))
     assert model.keys() == whole.keys()
     for key, weight in model.items():
-        assert weight.dtype == (torch.float32 if name[0] == "s" else torch.bfloat16)
+        assert weight.dtype == torch.float32
         assert torch.equal(weight.flatten(), state[f"weights/{key}"].to(weight.dtype))
         for index, slot in enumerate(slots):
             assert torch.equal(state[f"slot.{slot}/{key}"], state[f"weights/{key}"] * (index + 2))
@@ -295,10 +294,12 @@ def test_deepspeeds_own_conversion_finds_the_same_state(saved, tmp_path):
     state = regathered(root / "two" / "s1" / "sync")
     names = {key.partition("/")[2] for key in state}
     converted = tmp_path / "universal" / "zero"
-    assert {path.name for path in converted.iterdir() if path.is_dir()} == names
+    # DeepSpeed's names are of the module that it was given, which wraps that of transformers.
+    written = {path.name for path in converted.iterdir() if path.is_dir()}
+    assert written == {f"model.{name}" for name in names}
     for name in names:
         for ours in ("weights", "exp_avg", "exp_avg_sq"):
-            path = converted / name / f"{'fp32' if ours == 'weights' else ours}.pt"
+            path = converted / f"model.{name}" / f"{'fp32' if ours == 'weights' else ours}.pt"
             # DeepSpeed's converter made it in this test; it pickles more than tensors
             whole = torch.load(path, weights_only=False)["param"]
             assert torch.equal(whole.flatten(), state[f"{ours}/{name}"]), (ours, name)

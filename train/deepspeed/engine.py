@@ -1,6 +1,6 @@
 """The DeepSpeed engine: the verbs of the training loop on data-parallel ranks with ZeRO.
 
-Shapes: B sequences, S tokens, V vocabulary.
+Shapes: B sequences, S tokens.
 """
 
 import gc
@@ -17,12 +17,21 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.deepspeed.checkpoint import StateFiles, read_state
-from train.deepspeed.model import build_model, hf_parameters, observed, recorded, recorded_linears
+from train.deepspeed.model import (
+    ModelWithLosses,
+    build_model,
+    compile_layers,
+    hf_parameters,
+    observed,
+    recorded,
+    recorded_linears,
+)
 from train.deepspeed.setup import deepspeed_config, join
-from train.deepspeed.sharding import by_piece, sharding_of
+from train.deepspeed.sharding import Sharding, by_piece
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.model.config import hidden_matrices
+from train.model.losses import Targets
 from train.optimizers import matrices
 from train.optimizers.settings import MatrixOptimizer
 from train.optimizers.stepping import GroupStepOptimizer, Member
@@ -45,11 +54,12 @@ class DeepSpeedEngine:
             )
         self.data_parallel = run.data_parallel_size(dist.get_world_size())
 
-        # DeepSpeed takes the model and our optimizer, and casts and shards the weights.
+        # DeepSpeed takes the model and our optimizer, and shards the optimizer's weights.
         config = deepspeed_config(run, self.data_parallel)
         join(device)
-        model = build_model(run)
-        self._parameters = hf_parameters(model)
+        self._model = build_model(run)
+        compile_layers(self._model, device)
+        self._parameters = hf_parameters(self._model)
         hidden = hidden_matrices(run.model)
         self._optimizer = GroupStepOptimizer(
             run.optimizer,
@@ -59,9 +69,12 @@ class DeepSpeedEngine:
             ],
         )
         self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=self._optimizer, config=config, dist_init_required=False
+            model=ModelWithLosses(self._model, run.precision),
+            optimizer=self._optimizer,
+            config=config,
+            dist_init_required=False,
         )
-        self._sharding = sharding_of(self._engine, self._parameters)
+        self._sharding = Sharding(self._engine.optimizer, self._parameters)
         self._partitions = self._sharding.partitions()
         self._memory = SnapshotMemory(device)
         # DeepSpeed has put flat parts in the place of the parameters: states are of these.
@@ -101,10 +114,10 @@ class DeepSpeedEngine:
         for index, microbatch in enumerate(microbatches):
             # Stage 1 reduces gradients at this boundary alone, stage 2 after every microbatch.
             self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
-            sums = self._losses(self._engine, microbatch)
+            loss, sums = self._losses(self._engine, microbatch)
             # DeepSpeed divides by the microbatches and averages over the ranks.
-            self._engine.backward(sums[:2].sum() / microbatch.counted_BS.numel())
-            totals += sums.detach()
+            self._engine.backward(loss)
+            totals += sums
 
         dist.all_reduce(totals)
         norm = self._sharding.gradient_norm().to(totals)
@@ -127,51 +140,36 @@ class DeepSpeedEngine:
         self._engine.eval()
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         for microbatch in batch.microbatches(self.run.micro_batch_size, self.device):
-            totals += self._losses(self._engine.module, microbatch)
+            _, sums = self._losses(self._engine.module, microbatch)
+            totals += sums
         dist.all_reduce(totals)
         cross_entropy, _, counted = totals.tolist()
         return float(cross_entropy / max(counted, 1))
 
-    def _logits(self, model: Any, inputs_BS: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
-        """Return logits [B, S, V] in fp32; the mask says what attends to what, None: causally."""
-        positions_BS = torch.arange(inputs_BS.shape[1], device=inputs_BS.device).expand_as(
-            inputs_BS
-        )
-        output = model(
-            input_ids=inputs_BS,
-            position_ids=positions_BS,
-            attention_mask=mask_B1SS,
-            use_cache=False,
-        )
-        logits_BSV: Tensor = output.logits
-        return logits_BSV.float()
+    def _losses(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss to differentiate, and sums [3] in fp64 over counted labels.
 
-    def _losses(self, model: Any, batch: Batch) -> Tensor:
-        """Return sums of cross-entropy and z-loss over counted labels, and their number: [3]."""
+        They are of cross-entropy, z-loss and the number of labels.
+        """
         mask_B1SS = None
         if batch.starts_BS is not None:
             # Counting beginnings numbers the documents: tokens with one number see each other.
             documents_BS = batch.starts_BS.to(self.device).cumsum(1)
             mask_B1SS = (documents_BS[:, None, :, None] == documents_BS[:, None, None, :]).tril()
-        logits_BSV = self._logits(model, batch.tokens_BS[:, :-1], mask_B1SS)
-        log_z_BS = logits_BSV.logsumexp(-1)
-        cross_entropy_BS = log_z_BS - logits_BSV.gather(-1, batch.tokens_BS[:, 1:, None]).squeeze(
-            -1
+        targets = Targets(
+            batch.tokens_BS[:, 1:].flatten(),
+            batch.counted_BS.flatten(),
+            self.run.optimizer.z_loss,
         )
-        z_loss_BS = self.run.optimizer.z_loss * log_z_BS.square()
-        uncounted_BS = ~batch.counted_BS
-        sums = [
-            values_BS.masked_fill(uncounted_BS, 0.0).sum()
-            for values_BS in (cross_entropy_BS, z_loss_BS)
-        ]
-        return torch.stack([*sums, batch.counted_BS.sum().to(sums[0].dtype)])
+        loss, sums = model(batch.tokens_BS[:, :-1], mask_B1SS, targets)
+        return loss, torch.cat([sums, batch.counted_BS.double().sum()[None]])
 
     @torch.no_grad()
     def probe(self, inputs_BS: Tensor) -> dict[str, Tensor]:
         """Return logits and the outputs of all modules on rank 0; see `train.engine.Engine`."""
         self._engine.eval()
-        with recorded(self._engine.module) as outputs:
-            logits_BSV = self._logits(self._engine.module, inputs_BS.to(self.device))
+        with recorded(self._model) as outputs:
+            logits_BSV = self._engine.module(inputs_BS.to(self.device))
         return {"logits": logits_BSV.cpu(), **outputs} if dist.get_rank() == 0 else {}
 
     def weights(self) -> list[Tensor]:
@@ -196,7 +194,7 @@ class DeepSpeedEngine:
     def record_forward(self, batch: Batch) -> ForwardRecord:
         """Return figures of all layers in a forward pass."""
         record = ForwardRecord()
-        with observed(self._engine.module, record):
+        with observed(self._model, record):
             self.evaluate(batch)
         return record
 
@@ -212,7 +210,7 @@ class DeepSpeedEngine:
         if dist.get_rank() != 0:
             return {}
         self._engine.eval()
-        with recorded_linears(self._engine.module, names) as records:
+        with recorded_linears(self._model, names) as records:
             for microbatch in batch.microbatches(self.run.micro_batch_size, self.device):
                 self._losses(self._engine.module, microbatch)
         return records
@@ -265,7 +263,8 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """Destroy the process groups, after DeepSpeed's objects: else a process may abort."""
         self._engine.destroy()
-        del self._engine, self._optimizer, self._sharding, self._partitions, self._parameters
+        del self._engine, self._model, self._optimizer
+        del self._sharding, self._partitions, self._parameters
         gc.collect()
         dist.barrier()
         dist.destroy_process_group()

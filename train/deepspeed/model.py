@@ -1,6 +1,6 @@
-"""The transformers model of a run, and the recorded outputs of its modules.
+"""The transformers model of a run with its losses, and the recorded outputs of its modules.
 
-Shapes: B sequences, S tokens, W width of a module's output.
+Shapes: B sequences, S tokens, T = B x S, H hidden size, V vocabulary, W width of a module's output.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +14,13 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from base.gpus import has_compiler
 from train.forward_record import ForwardRecord, LinearRecord
-from train.model.accumulation import SummedEmbedding, SummedLayerNorm
+from train.model.accumulation import SummedEmbedding
 from train.model.config import hf_settings, parameter_shapes
 from train.model.families import FAMILIES
+from train.model.losses import Targets, head_losses
+from train.model.precision import Precision
 from train.run.config import RunConfig
 from train.run.directory import PROBE_OUTPUTS
 
@@ -47,17 +50,77 @@ def build_model(run: RunConfig) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, attn_implementation="causal_sdpa"
         )
-    # Their gradients would depend on the size of a microbatch.
     model.get_input_embeddings().__class__ = SummedEmbedding
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.__class__ = SummedLayerNorm
     parameters = hf_parameters(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     assert shapes == parameter_shapes(run.model), "not the model of its row in train/model/families"
     if run.recompute == "layers":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def compiles(device: torch.device) -> bool:
+    """Return whether torch compiles the layers: on a GPU, where it finds a C compiler.
+
+    Not for deterministic algorithms: it times kernels and takes the fastest, which in another
+    process may be another one, with sums in another order.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return device.type == "cuda" and has_compiler() and not deterministic
+
+
+def compile_layers(model: Any, device: torch.device) -> None:
+    """Have each layer compiled at its first call, all by one graph of fixed shapes."""
+    if compiles(device):
+        for layer in model.base_model.layers:
+            layer.compile(dynamic=False, fullgraph=True)
+
+
+@contextmanager
+def _uncompiled(model: Any) -> Iterator[ExitStack]:
+    """Run the layers uncompiled within the block, and yield the stack of its hooks.
+
+    They are compiled without the hooks that are set on their modules later.
+    """
+    with ExitStack() as hooks:
+        if compiles(model.device):
+            hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        yield hooks
+
+
+class ModelWithLosses(nn.Module):
+    """A transformers model that returns logits, or its losses, whose logits never exist at once.
+
+    In bf16 it is the arithmetic of plainLM, which runs under torch's autocast: weights, the
+    residual stream and norms are fp32, and the factors of matrix products are rounded to bf16.
+    """
+
+    def __init__(self, model: PreTrainedModel, precision: Precision) -> None:
+        super().__init__()
+        self.model = model
+        self._rounds = precision == "bf16"
+
+    def forward(
+        self, inputs_BS: Tensor, mask_B1SS: Tensor | None = None, targets: Targets | None = None
+    ) -> Any:
+        """Return logits [B, S, V] in fp32; with targets, what `head_losses` returns.
+
+        The mask says what attends to what; without one a token sees all that precede it.
+        """
+        positions_S = torch.arange(inputs_BS.shape[1], device=inputs_BS.device)
+        with torch.autocast(inputs_BS.device.type, torch.bfloat16, enabled=self._rounds):
+            hidden_BSH = self.model.base_model(
+                input_ids=inputs_BS,
+                position_ids=positions_S.expand_as(inputs_BS),
+                attention_mask=mask_B1SS,
+                use_cache=False,
+            ).last_hidden_state
+            head = self.model.get_output_embeddings()
+            if targets is None:
+                return head(hidden_BSH).float()
+        # As autocast would round it; the head's weight is rounded to the same.
+        hidden_TH = hidden_BSH.flatten(0, 1).to(torch.bfloat16 if self._rounds else None)
+        return head_losses(hidden_TH, head.weight, targets)
 
 
 @contextmanager
@@ -74,7 +137,7 @@ def recorded(model: Any) -> Iterator[dict[str, Tensor]]:
 
         return hook
 
-    with ExitStack() as hooks:
+    with _uncompiled(model) as hooks:
         for name, module in model.named_modules():
             # All but the head, whose output is the logits: the caller has them.
             has_parameters = next(module.parameters(recurse=False), None) is not None
@@ -119,7 +182,7 @@ def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
     def attention(query: Tensor, key: Tensor, documents_BS: Tensor | None) -> None:
         record.attention(current, query, key, documents_BS)
 
-    with ExitStack() as hooks:
+    with _uncompiled(model) as hooks:
         for index, layer in enumerate(model.base_model.layers):
             hooks.enter_context(layer.register_forward_pre_hook(begin(index)))
             hooks.enter_context(layer.register_forward_hook(end))
@@ -136,7 +199,7 @@ def recorded_linears(model: Any, names: Sequence[str]) -> Iterator[dict[str, Lin
     def add(name: str) -> Any:
         return lambda _, inputs: records[name].inputs.add(inputs[0])
 
-    with ExitStack() as hooks:
+    with _uncompiled(model) as hooks:
         for name, module in modules.items():
             hooks.enter_context(module.register_forward_pre_hook(add(name)))
         yield records

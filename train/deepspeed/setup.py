@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from base.libraries.private_names import replace
 from train.run.config import RunConfig
 
 NEVER = 2**40  # steps
@@ -26,7 +25,6 @@ def join(device: torch.device) -> None:
     """Let DeepSpeed use torch's process group, which must exist, and this rank's device."""
     import deepspeed
     import deepspeed.ops
-    from deepspeed.runtime import bf16_optimizer
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its import sets another
     # DeepSpeed takes the device with this number; train.distributed may have chosen another one
@@ -35,16 +33,15 @@ def join(device: torch.device) -> None:
     if device.type == "cuda":
         os.environ["LOCAL_RANK"] = str(device.index or 0)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling takes minutes
-    # It prints, whatever the level of the log.
-    replace(bf16_optimizer, "see_memory_usage", lambda *_arguments, **_settings: None)
     deepspeed.init_distributed(dist_init_required=False)
 
 
 def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration of a run at this number of ranks.
 
-    Gradients are accumulated and reduced in fp32 at every precision. Stage 1 in bf16 reduces after
-    the backward pass, without the buckets.
+    To DeepSpeed every run is in fp32, as are weights, and gradients when they are accumulated and
+    reduced: the model rounds the factors of products itself. DeepSpeed's `torch_autocast` would be
+    torch's autocast too, but around the training step alone, and reduces gradients in bf16.
     """
     return {
         "train_batch_size": run.batch_size,
@@ -53,7 +50,6 @@ def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
         "gradient_clipping": run.optimizer.clip_grad_norm,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": run.precision == "bf16"},
         # DeepSpeed takes an optimizer that it does not know only if told to.
         "zero_allow_untested_optimizer": True,
         "steps_per_print": NEVER,

@@ -1,4 +1,4 @@
-"""Weights, optimizer states and gradients in fp32 in DeepSpeed: where differs by ZeRO stage.
+"""Weights, optimizer states and gradients in fp32 in DeepSpeed.
 
 The rest of the engine knows only ranges of parameters. This file reaches into DeepSpeed's private
 members: look here first when its version changes.
@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from train.optimizers.matrices import MatrixPart
 from train.optimizers.settings import MatrixOptimizer
@@ -61,8 +58,8 @@ def _flat_pieces(
     return tuple(pieces)
 
 
-class Flat:
-    """Stages 1 and 2: the parameters of a decay group end to end, cut evenly over the ranks."""
+class Sharding:
+    """The parameters of a decay group end to end, cut evenly over the ranks: stages 1 and 2."""
 
     def __init__(self, optimizer: Any, parameters: dict[str, Tensor]) -> None:
         self._optimizer = optimizer
@@ -128,37 +125,11 @@ class Flat:
             gradients.update(dict.fromkeys(gradients))
 
     def publish(self) -> None:
-        """Cast this rank's weights to the model's precision and gather all ranks'."""
+        """Copy this rank's weights to the model and gather all ranks'."""
         self._optimizer.update_lp_params()
-
-
-class FlatBF16(Flat):
-    """Stage 1 in bf16, for which DeepSpeed has an optimizer with fp32 accumulators."""
-
-    def _groups(self) -> Iterator[tuple[list[Tensor], Tensor]]:
-        optimizer = self._optimizer
-        return zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
-
-    def gradient_norm(self) -> Tensor:
-        """Return the L2 norm of the reduced gradients, which every rank holds whole."""
-        return get_total_norm(self._optimizer.fp32_groups_gradients_flat)
-
-    def gradients(self) -> list[Tensor]:
-        """Return this rank's range of the accumulators."""
-        return list(self._optimizer.fp32_groups_gradient_flat_partition)
-
-    def drop_gradients(self) -> None:
-        """Zero the accumulators."""
-        self._optimizer.zero_grad()
 
 
 def _flat_direction(
     settings: MatrixOptimizer, shape: torch.Size, dtype: torch.dtype, flat: Tensor
 ) -> Tensor:
     return settings.direction(flat.view(shape), dtype).flatten()
-
-
-def sharding_of(engine: DeepSpeedEngine, parameters: dict[str, Tensor]) -> Flat:
-    """Return how this engine shards its parameters, which are given by HF name."""
-    kind = FlatBF16 if isinstance(engine.optimizer, BF16_Optimizer) else Flat
-    return kind(engine.optimizer, parameters)

@@ -82,18 +82,3 @@ class SummedEmbedding(nn.Embedding):
     def forward(self, ids_N: Tensor) -> Tensor:
         """Return the rows; a padding token is a token as any other."""
         return embedded(ids_N, self.weight)
-
-
-class SummedLayerNorm(nn.LayerNorm):
-    """A LayerNorm of transformers whose gradients a CPU too sums in fp32.
-
-    torch's kernel for CPUs sums them in bf16: at 32,768 tokens 90% of a bias's gradient is lost.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised x, of its shape and dtype."""
-        if not x.is_cpu:
-            return super().forward(x)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight, bias = self.weight.to(wide), self.bias.to(wide)
-        return F.layer_norm(x.to(wide), self.normalized_shape, weight, bias, self.eps).to(x.dtype)

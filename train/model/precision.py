@@ -16,5 +16,14 @@ FP8_RECIPES: dict[str, tuple[str, str]] = {
 
 
 def dtype_of(precision: str) -> str:
-    """Return the type of weights and activations: 8-bit products round copies of bf16 weights."""
+    """Return the type of the factors of products: 8-bit ones are rounded copies of bf16."""
     return "bf16" if precision in FP8_RECIPES else precision
+
+
+def weights_dtype(engine: str, precision: str) -> str:
+    """Return the type of the weights in a model's memory and in its checkpoints.
+
+    On DeepSpeed they are fp32 in bf16, too, as in plainLM: torch's autocast rounds them before each
+    product. Imports, which are of no engine, have the type of their precision.
+    """
+    return "fp32" if engine == "deepspeed" else dtype_of(precision)

@@ -3,8 +3,8 @@
 Weights, gradients and optimizer state follow from the parameters and are tested against built
 engines, byte for byte but for the padding between parameters. The rest are formulas.
 
-Shapes in names: h hidden size, k width of all key heads, f intermediate size; d bytes of an
-activation.
+Shapes in names: h hidden size, k width of all key heads, f intermediate size; d bytes of a factor
+of products, r bytes of a number of the residual stream.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from train.model import megatron_names
 from train.model.accumulation import LOSS_CHUNK_TOKENS
 from train.model.config import ModelConfig, parameter_shapes
-from train.model.precision import FP8_RECIPES, dtype_of
+from train.model.precision import FP8_RECIPES, dtype_of, weights_dtype
 from train.run.config import RunConfig
 from train.run.schedules import first_step
 
@@ -63,8 +63,22 @@ def parameter_count(config: RunConfig) -> int:
 
 
 def bytes_of_weight(config: RunConfig) -> int:
-    """Return the bytes of a weight or activation in the forward pass."""
-    return FP32 if dtype_of(config.precision) == "fp32" else 2
+    """Return the bytes of a weight in the model's memory and in checkpoints of weights."""
+    return _bytes_of(weights_dtype(config.engine, config.precision))
+
+
+def _bytes_of(dtype: str) -> int:
+    return FP32 if dtype == "fp32" else 2
+
+
+def _bytes_of_factor(config: RunConfig) -> int:
+    """Return the bytes of a factor of products, which most activations are."""
+    return _bytes_of(dtype_of(config.precision))
+
+
+def _rounds_weights(config: RunConfig) -> bool:
+    """Return whether weights and the residual stream are wider than the factors of products."""
+    return bytes_of_weight(config) != _bytes_of_factor(config)
 
 
 def state_bytes(config: RunConfig) -> int:
@@ -111,8 +125,9 @@ def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
     The megatron engine's norms and SwiGLU keep their inputs only, and with recompute "selective"
     the matrix products do not keep the outputs of these. In transformers a norm keeps its input and
     the normalised values in fp32, and a gated MLP the activated gate beside gate, up and product.
+    Under autocast each linear keeps its input as it rounded it. Compiled layers keep less.
     """
-    model, d = config.model, bytes_of_weight(config)
+    model, d, r = config.model, _bytes_of_factor(config), bytes_of_weight(config)
     h, k, f = model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size
     norm = 2 * FP32  # input and normalised values
     if config.engine == "megatron" and config.recompute == "selective":
@@ -120,19 +135,22 @@ def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
         return 3 * h * d, (2 * h + 2 * k + 2 * f) * d
     if config.engine == "megatron":  # also the MLP's input; q and k rotated; the MLP's product
         return 4 * h * d, (3 * h + 3 * k + 3 * f) * d
+    # The inputs of qkv and of gate and up: one tensor each, or rounded for each of the five.
+    inputs = 5 if _rounds_weights(config) else 2
     match model.row.norms, model.row.activation:
         case "after", "swiglu":
-            return (4 * h + 2 * k + 4 * f) * d + (3 * h + k) * norm, 0
+            return ((2 + inputs) * h + 2 * k + 4 * f) * d + (3 * h + k) * norm, 0
         case "before", "swiglu":  # casts before it multiplies with the norm's weight
-            return (6 * h + 2 * k + 4 * f) * d + 2 * h * FP32, 0
-        case "before", "gelu":
-            return (10 * h + 2 * f) * d, 0
+            stream = 2 * h * (r + FP32)
+            return ((2 + inputs) * h + 2 * k + 4 * f) * d + stream, 0
+        case "before", "gelu":  # queries, keys and values are one linear
+            return (9 * h + 2 * f) * d + h * r, 0
         case arrangement:
             raise NotImplementedError(f"activations of a layer of {arrangement} are not counted")
 
 
 def _activations(config: RunConfig, stage: int, num_micro: int) -> dict[str, int]:
-    parallel, model, d = config.parallel, config.model, bytes_of_weight(config)
+    parallel, model, r = config.parallel, config.model, bytes_of_weight(config)
     tokens = config.micro_batch_size * config.data.sequence_length
     replicated, split = layer_activation_bytes(config)
     token_ranks = parallel.tensor if parallel.sequence else 1  # sequence parallelism cuts tokens
@@ -143,7 +161,7 @@ def _activations(config: RunConfig, stage: int, num_micro: int) -> dict[str, int
     waiting = min(parallel.pipeline - stage, num_micro)
     layers = model.num_hidden_layers // parallel.pipeline
     if config.recompute == "layers":
-        kept, again = layers * tokens * model.hidden_size * d // token_ranks, layer
+        kept, again = layers * tokens * model.hidden_size * r // token_ranks, layer
         components = {"inputs of layers": waiting * kept, "one recomputed layer": again}
     else:
         kept, again = layers * layer, 0
@@ -164,18 +182,16 @@ def _weight_gradient_bytes(config: RunConfig) -> int:
 
 
 def _loss_bytes(config: RunConfig, tokens: int) -> int:
-    """Return the bytes of the head and the loss of a microbatch."""
-    d, rows = bytes_of_weight(config), config.model.vocab_size // config.parallel.tensor
-    if config.engine == "megatron":
-        # The gradient by hidden states; that by the weight, as an fp32 sum: with a chunk's logits
-        # and their gradient while it is summed, then with what it is rounded to.
-        hidden_size = config.model.hidden_size
-        logits = 2 * min(tokens, LOSS_CHUNK_TOKENS) * rows * d
-        summing = rows * hidden_size * FP32 + logits
-        return tokens * hidden_size * d + max(summing, _weight_gradient_bytes(config))
-    # Logits in fp32, the softmax in the gradient of logsumexp, and the gradient, beside what the
-    # model returned.
-    return tokens * rows * (3 * FP32 + (d if d != FP32 else 0))
+    """Return the bytes of the head and the loss of a microbatch.
+
+    They are the gradient by hidden states, and that by the weight as an fp32 sum: with a chunk's
+    logits and their gradient while it is summed, then with what it is rounded to.
+    """
+    d, rows = _bytes_of_factor(config), config.model.vocab_size // config.parallel.tensor
+    hidden_size = config.model.hidden_size
+    logits = 2 * min(tokens, LOSS_CHUNK_TOKENS) * rows * d
+    summing = rows * hidden_size * FP32 + logits
+    return tokens * hidden_size * d + max(summing, _weight_gradient_bytes(config))
 
 
 def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
@@ -195,11 +211,14 @@ def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
         _, layer, _ = _split_parameters(config.model, config.parallel.tensor)
         layers = config.model.num_hidden_layers // config.parallel.pipeline
         state["8-bit copies of weights"] = 2 * layers * layer
+    if _rounds_weights(config):  # autocast keeps them from a microbatch's forward to its backward
+        embedding = config.model.vocab_size * config.model.hidden_size
+        state["rounded copies of weights"] = (count - embedding) * _bytes_of_factor(config)
     if config.engine == "megatron":
         if d == FP32:  # the weights are their own main weights
             state["main weights, fp32"] = 0
-    elif config.zero.stage == 1:  # also gradients of the model (bf16) or a share (fp32)
-        state["gradients, fp32"] += share * FP32 if d == FP32 else count * d
+    elif config.zero.stage == 1:  # those of the model and, reduced, a share
+        state["gradients, fp32"] += share * FP32
     else:  # DeepSpeed fills one bucket while it reduces the other
         state["gradients, fp32"] = share * FP32
         state["communication buckets"] = 2 * min(ZERO_BUCKET_ELEMENTS, count) * FP32

@@ -11,7 +11,7 @@ from base.errors import UserError
 from base.files import FileRecord, check_inside
 from base.frozen import Frozen
 from base.reading import as_model, read_sealed
-from train.model.precision import dtype_of
+from train.model.precision import weights_dtype
 
 CHECKPOINT_JSON = "checkpoint.json"
 PROBE = "probe.safetensors"
@@ -68,8 +68,8 @@ class CheckpointRecord(Frozen):
 
     @property
     def dtype(self) -> str:
-        """The type of the weights, and of the products that the probe was computed with."""
-        return dtype_of(self.precision)
+        """The type of the weights."""
+        return weights_dtype(self.engine, self.precision)
 
 
 def step_name(step: int) -> str:
