@@ -22,7 +22,7 @@ from base.files import (
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.parallel import hash_in_parallel, is_whole, verify_in_parallel
-from ckpt_tools.formats.weight_files import INDEX_JSON, weight_files
+from ckpt_tools.formats.weight_files import weight_files
 from ckpt_tools.formats.weights import DTYPES, dtype_of
 from ckpt_tools.hf.configuration import read_config
 from ckpt_tools.hf.directory import (
@@ -41,6 +41,7 @@ from train.model.families import FAMILIES, TRAINED_ARCHITECTURES
 from train.run.directory import (
     CHECKPOINT_JSON,
     IMPORTED_FROM,
+    MODEL_INDEX,
     PROBE,
     PROBE_SEQUENCES,
     PROBE_TOKENS,
@@ -129,7 +130,7 @@ def find_source(source: str) -> ImportSource:
         )
     repository, revision = match["repository"], match["revision"]
     # No pickles and no code are fetched.
-    patterns = ["*.safetensors", INDEX_JSON, *CONFIGURATION_FILES, *TOKENIZER_FILES]
+    patterns = ["*.safetensors", MODEL_INDEX, *CONFIGURATION_FILES, *TOKENIZER_FILES]
     with hub(repository) as api:
         configuration = list(CONFIGURATION_FILES)
         read_trainable(

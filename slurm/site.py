@@ -172,9 +172,11 @@ class Mlflow(Frozen):
 
 
 class Disk(Frozen):
-    """The room that is left free on root's filesystem."""
+    """The room that is left free on root's filesystem, and its speed."""
 
     reserve_gb: Annotated[float, Field(ge=0)] = 10.0
+    # A node's share while all nodes of a training write: by it saves end before the time limit.
+    write_gb_per_second: Annotated[float, Field(gt=0)] = 1.0
 
 
 class Site(Frozen):

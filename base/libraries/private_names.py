@@ -44,7 +44,7 @@ _CPU, _STATE = "train/megatron/cpu.py", "train/megatron/optimizer_state.py"
 _SHARDED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
-_SHARDS, _COST = "ckpt_tools/formats/megatron_shards.py", "curvature/cost/simulation.py"
+_BOXES, _COST = "train/run/dcp_boxes.py", "curvature/cost/simulation.py"
 _SDPA = "_scaled_dot_product_flash_attention_for_cpu"
 
 USES = (
@@ -85,7 +85,7 @@ USES = (
     Use(
         _STATE,
         _SHARDED,
-        ("buffers", "gbuf_ranges", "model_param_group_index_map", "data_parallel_group_gloo"),
+        ("buffers", "gbuf_ranges", "model_param_group_index_map", "data_parallel_group"),
         "finds the pieces of parameters on a rank",
     ),
     Use(
@@ -145,14 +145,14 @@ USES = (
     ),
     # checkpoints and models
     Use(
-        _SHARDS,
+        _BOXES,
         "torch._subclasses.fake_tensor",
         ("FakeTensorMode",),
         "reads where a tensor lies in a file, not the tensor",
     ),
-    Use(_SHARDS, "torch.distributed.checkpoint.utils", ("_create_file_view",), "a part of a file"),
+    Use(_BOXES, "torch.distributed.checkpoint.utils", ("_create_file_view",), "a part of a file"),
     Use(
-        _SHARDS,
+        _BOXES,
         "torch.storage.UntypedStorage",
         ("_checkpoint_offset",),
         "where a tensor's bytes begin",

@@ -9,9 +9,8 @@ from base.digests import new_hasher
 from base.files import FileRecord, record_file, write_json
 from ckpt_tools.formats.hf_weights import HEADER_DTYPES
 from ckpt_tools.formats.parallel import ahead, default_threads, each
-from ckpt_tools.formats.weight_files import INDEX_JSON
 from ckpt_tools.formats.weights import Described, Weights, bytes_of
-from train.run.directory import MODEL_WEIGHTS
+from train.run.directory import MODEL_INDEX, MODEL_WEIGHTS
 
 SHARD_BYTES = 1 << 30  # written by one process; a larger tensor is a shard of its own
 CHUNK_BYTES = 1 << 20  # of a tensor at once: read, summed, hashed and written in the cache
@@ -73,9 +72,9 @@ def write_weights(
         total = {"total_size": sum(shard.nbytes for shard in shards.values())}
         places = {name: shard.name for shard in shards.values() for name in shard.tensors}
         write_json(
-            directory / INDEX_JSON, {"metadata": total, "weight_map": dict(sorted(places.items()))}
+            directory / MODEL_INDEX, {"metadata": total, "weight_map": dict(sorted(places.items()))}
         )
-        files[INDEX_JSON] = record_file(directory / INDEX_JSON)
+        files[MODEL_INDEX] = record_file(directory / MODEL_INDEX)
     return files
 
 

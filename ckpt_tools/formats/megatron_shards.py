@@ -29,22 +29,20 @@ box above becomes `Box`es of layers 0 and 1 with corner (6, 0) and shape (6, 8).
 import threading
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from base.errors import UserError
 from ckpt_tools.formats.weights import Described, FileTensor, check_tensors
 from train.model import megatron_names
 from train.model.config import MOST_LAYERS, ModelConfig, parameter_shapes
+from train.run.dcp_boxes import find_numbers
 from train.run.dcp_metadata import read_metadata
 
 OPTIMIZER = "optimizer.state."
-ZIP = b"PK\x03\x04"  # begins every file of torch.save; other files torch.load tries as pickles
 FP8_SCALES = "._extra_state"  # within the keys of Transformer Engine's objects, never opened here
 
 
@@ -125,31 +123,21 @@ class ShardedTensors:
         if box in self._files:
             return self._files[box]
         try:
-            # Reads the description alone, in one thread at a time.
-            with self._lock, box.path.open("rb") as file, FakeTensorMode():
-                view: Any = _create_file_view(file, box.offset, box.length)
-                if view.read(len(ZIP)) != ZIP:
-                    raise _damaged(box.path, f"no tensor begins at byte {box.offset}")
-                view.seek(0)
-                tensor = torch.load(view, weights_only=True)
-        except (UserError, OSError):
+            with self._lock:
+                tensor, first_byte = find_numbers(box.path, box.offset, box.length)
+        except OSError:
             raise
         except Exception as error:  # noqa: BLE001  a damaged zip file raises nearly anything
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
             raise _damaged(box.path, reason) from None
-        if not isinstance(tensor, Tensor):
-            raise _damaged(box.path, f"'{name}' is not a tensor")
 
-        is_contiguous = tensor.is_contiguous() and tensor.storage_offset() == 0
         # A file of stacked layers has one axis more, before those of the box.
         described = Described(tuple(tensor.shape)[-len(box.shape) :], tensor.dtype)
-        if not is_contiguous or described != Described(box.shape, self.tensors[name].dtype):
+        expected = Described(box.shape, self.tensors[name].dtype)
+        if not tensor.is_contiguous() or described != expected:
             raise _damaged(box.path, f"'{name}' is not there as `.metadata` says")
 
-        # The picture at the top of this file shows the three parts of this sum.
-        storage: Any = tensor.untyped_storage()
-        in_zip: int = storage._checkpoint_offset
-        first_byte = box.offset + in_zip + box.layer * described.nbytes
+        first_byte += box.layer * described.nbytes
         self._files[box] = FileTensor(described.shape, described.dtype, box.path, first_byte)
         return self._files[box]
 

@@ -7,9 +7,8 @@ from pydantic import BaseModel, Field
 
 from base.errors import UserError
 from base.reading import read_model
-from train.run.directory import MODEL_WEIGHTS
+from train.run.directory import MODEL_INDEX, MODEL_WEIGHTS
 
-INDEX_JSON = "model.safetensors.index.json"
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 
@@ -29,12 +28,12 @@ def weight_files(directory: Path) -> list[Path]:
         UserError: neither exists, both do and are not the same, the index is damaged, or a file
             that it lists is missing or outside the directory.
     """
-    index, names = directory / INDEX_JSON, {MODEL_WEIGHTS}
+    index, names = directory / MODEL_INDEX, {MODEL_WEIGHTS}
     if index.exists():
         names = set(read_model(_Index, index).weight_map.values())
         if names != {MODEL_WEIGHTS} and (directory / MODEL_WEIGHTS).is_file():
             raise UserError(
-                f"{directory} holds {MODEL_WEIGHTS} and {INDEX_JSON}, which names other files:"
+                f"{directory} holds {MODEL_WEIGHTS} and {MODEL_INDEX}, which names other files:"
                 " programs read one or the other; find out which is the model, and move the other"
                 " to a directory of its own"
             )

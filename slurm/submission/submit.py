@@ -3,8 +3,9 @@
 All else is submitted by `advance`, as soon as its inputs are there.
 """
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from base.environment import environment
@@ -31,6 +32,7 @@ from study.machine.disk import check_room
 from study.machine.needs import no_layout, write_run_configurations
 from study.text.steps import check_text
 from study.tracking.store import check_root, create_store
+from train.planning.memory import bytes_to_stop
 from train.planning.plan import fit
 from train.run.config import RunConfig
 
@@ -57,6 +59,26 @@ def training_layouts(study: Study, site: Site) -> dict[str, RunConfig] | None:
     return layouts
 
 
+def check_time_to_save(study: Study, site: Site, layouts: Mapping[str, RunConfig] | None) -> None:
+    """Raise UserError if a run may not write its last checkpoint before its time limit ends it.
+
+    Half of the time is left for the step that is under way, hashes, and a file system that is
+    slower than the site says.
+    """
+    resources, notice = site.resources_of("train"), site.limits.stop_seconds_before_limit
+    for run in study.trained:
+        layout = (layouts or {}).get(run.name, run)
+        size = bytes_to_stop(layout, resources.nodes * resources.ranks) * resources.ranks
+        seconds = size / (site.disk.write_gb_per_second * 1e9)
+        if seconds > notice / 2:
+            raise UserError(
+                f"{run.name}, asked to stop {notice} s before its time limit, may have"
+                f" {size / 1e9:,.0f} GB to write on a node, {seconds:,.0f} s at"
+                f" {site.disk.write_gb_per_second:g} GB/s; set limits.stop_seconds_before_limit to"
+                f" {math.ceil(2 * seconds)}, take more nodes, or correct disk.write_gb_per_second"
+            )
+
+
 def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
     """Submit what can start now and is not in SLURM yet; return the number of elements by array.
 
@@ -80,10 +102,12 @@ def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
         # All that can be refused comes before the plan: a refused study has no submission.
         check_text(study, study_dir)
         check_room(study, Path(site.root), site.disk.reserve_gb)
-        write_run_configurations(study_dir, study, training_layouts(study, site))
+        layouts = training_layouts(study, site)
+        write_run_configurations(study_dir, study, layouts)
         save_study(study_dir, study)
         write_scripts(study_dir, site, arrays)
         check_scripts(study_dir, arrays)
+        check_time_to_save(study, site, layouts)
         if site.mlflow.tracking_uri:
             # Before several jobs would create its schema at once; the root's own SQLite is created
             # under a lock.
@@ -150,6 +174,7 @@ def not_asked(study: Study, site: Site) -> str:
 def dry_run(study: Study, site: Site) -> Iterable[str]:
     """Yield the sbatch call and the exact script of every array, without SLURM or any file."""
     study_dir = Path(site.root) / study.name
+    check_time_to_save(study, site, training_layouts(study, site))
     for array in arrays_of(study, site.limits):
         words = cluster.sbatch_words(ranges(range(len(array.elements))), "quantdyn:TOKEN")
         script = script_path(study_dir, array.name)

@@ -89,7 +89,7 @@ def save_shards(imported: str, out: str) -> None:
             parameter.copy_(weight_shard(name, lambda each: read_whole(weights, each), model))
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(True)}
     state = {"model": megatron.sharded_state_dict(metadata=metadata)}
-    snapshot = ShardedSnapshot(state, Path(out), SnapshotMemory(device))
+    snapshot = ShardedSnapshot(state, Path(out), SnapshotMemory(device), known=[])
     snapshot.write()
     snapshot.seal()
     os._exit(0)

@@ -15,7 +15,6 @@ from ckpt_tools.checkpoint import open_weights
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.megatron_shards import ShardedTensors
-from ckpt_tools.formats.weight_files import INDEX_JSON
 from ckpt_tools.formats.weights import read_whole
 from ckpt_tools.hf.configuration import read_config
 from ckpt_tools.hf.directory import read_download, read_lineage, write_lineage
@@ -62,7 +61,7 @@ from train.data.tokenizer import load_tokenizer
 from train.model.config import parameter_shapes
 from train.run.config import RunConfig, dump_run, load_run, with_settings
 from train.run.dcp_metadata import read_metadata
-from train.run.directory import RunDirectory, read_checkpoint_record
+from train.run.directory import MODEL_INDEX, RunDirectory, read_checkpoint_record
 from train.run.environment import attempts
 from train.run.metrics import read_metrics
 
@@ -248,7 +247,7 @@ READERS["config.json"] = Reader(_copy("hf_dir", "config.json"), _configured)
 
 def _weights(directory: Path, sources: Sources) -> list[Path]:
     write_weights(directory, HFWeights(sources.hf_dir), shard_bytes=20_000)
-    return [directory / INDEX_JSON]
+    return [directory / MODEL_INDEX]
 
 
 def _all_weights(directory: Path) -> object:

@@ -24,7 +24,7 @@ from slurm.submission.record import (
     submitting,
     unexclude,
 )
-from slurm.submission.submit import dry_run, submit, training_layouts
+from slurm.submission.submit import check_time_to_save, dry_run, submit, training_layouts
 from slurm.submission.survey import survey
 from study.definition import Study, save_study
 from study.recipes.resolve import resolve
@@ -34,7 +34,7 @@ from tests.runs import PROJECT
 from tests.slurm.lab import Lab, running
 from tests.slurm.studies import changed, make, site_of, small_study
 from tests.waiting import HANG_SECONDS
-from train.planning.memory import rank_memory
+from train.planning.memory import parameter_count, rank_memory
 from train.run.config import RunConfig
 
 TEXT = ("corpus", "prepare-train", "prepare-held_out", "prepare-calibration")
@@ -352,3 +352,33 @@ def test_layouts_follow_from_the_gpus_that_a_site_states(tmp_path):
     assert layouts_on(1, 1, None) is None, "nothing is known of them"
     with pytest.raises(UserError, match=r"1 nodes of 1 x GPU of 80 GB; .* 4 x h100, "):
         layouts_on(1, 1, 80)
+
+
+def test_a_training_that_could_not_save_before_its_time_limit_is_refused(tmp_path):
+    """The 7B on a node may have 72 bytes a parameter to write, 526 GB: twice 34 of a full state.
+
+    They are 2 of the weights, 12 of AdamW, and 20 of a window of 5. Weights are saved once more in
+    an average, and in a permanent checkpoint of weights alone.
+    """
+    big = resolve("olmo2-7b-lr", "full")
+    train = {"nodes": 1, "ranks_per_node": None, "gpus_per_node": 8, "gpu_memory_gb": 141}
+
+    def check(notice: int, speed: float, nodes: int = 1) -> None:
+        site = changed(
+            site_of(tmp_path),
+            resources={"train": train | {"nodes": nodes}},
+            limits={"stop_seconds_before_limit": notice},
+            disk={"write_gb_per_second": speed},
+        )
+        check_time_to_save(big, site, training_layouts(big, site))
+
+    message = (
+        r"lr3e-4, asked to stop 300 s before its time limit, may have 526 GB to write on a node,"
+        r" 526 s at 1 GB/s; set limits.stop_seconds_before_limit to 1052, "
+    )
+    assert 72 * parameter_count(big.trained[0]) / 1e9 == pytest.approx(525.5, abs=0.1)
+    with pytest.raises(UserError, match=message):
+        check(300, 1)
+    check(1060, 1)
+    check(300, 4)
+    check(300, 1, nodes=8)

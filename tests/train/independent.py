@@ -176,7 +176,7 @@ def train(
         norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
         for gradient in gradients:
             gradient.mul_(min(1.0, CLIP / (norm + 1e-6)))
-        means = [x.detach()[counted].mean().item() for x in (entropy, z_loss)]
-        steps.append(Step(*means, norm, float(counted.double().mean())))
+        loss, z_mean = (x.detach()[counted].mean().item() for x in (entropy, z_loss))
+        steps.append(Step(loss, z_mean, norm, counted.double().mean().item()))
         optimizer.step(number, rate_at(number))
     return steps

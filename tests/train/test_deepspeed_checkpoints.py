@@ -21,6 +21,7 @@ from train.data.batches import Batch
 from train.distributed import start
 from train.engine import StepResult
 from train.run.config import RunConfig
+from train.run.directory import MODEL_INDEX
 from train.run.optimization import Ema, Lawa
 from train.run.schedules import learning_rate
 
@@ -129,6 +130,7 @@ def go_through_two_processes(root: Path, single: Path) -> dict:
         attempt.reject_steps()
         rows += attempt.train(SAVED_AT + 3, LAST)
         late.write()
+        late.seal()
         attempt.save("end")
         attempt.save("weights", weights_only=True)
         resumed = Attempt(name, root)
@@ -189,6 +191,12 @@ def regathered(directory: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def whole_model(directory: Path) -> dict[str, torch.Tensor]:
+    """Every weight, from the file that the index has it in."""
+    files = json.loads((directory / MODEL_INDEX).read_text())["weight_map"]
+    return {key: load_file(directory / file)[key] for key, file in files.items()}
+
+
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
@@ -226,10 +234,13 @@ def test_resuming_and_rejected_steps_leave_every_bit(saved, name):
 def test_a_snapshot_written_after_further_steps_holds_its_own_step(saved, name):
     directory = saved[0] / "two" / name
     assert hashes(directory / "late") == hashes(directory / "sync")
-    assert (directory / "weights" / "model.safetensors").read_bytes() == (
-        directory / "end" / "model.safetensors"
-    ).read_bytes()
-    assert [path.name for path in (directory / "weights").iterdir()] == ["model.safetensors"]
+    alone = sorted((directory / "weights").iterdir())
+    names = [f"model-0000{rank}-of-00002.safetensors" for rank in (1, 2)]
+    assert [path.name for path in alone] == [*names, MODEL_INDEX]
+    for path in alone:
+        assert path.read_bytes() == (directory / "end" / path.name).read_bytes()
+    # The ranks write about the same, and transformers finds all of it by the index.
+    assert alone[0].stat().st_size == pytest.approx(alone[1].stat().st_size, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["s1", "s2", "b1", "b2"])
@@ -261,7 +272,7 @@ def test_slots_and_weights_are_those_of_the_engine(saved, name):
     """Every parameter is once on the ranks, its slots beside it, and the model is its cast."""
     root, _ = saved
     state = regathered(root / "two" / name / "sync")
-    model = load_file(root / "two" / name / "sync" / "model.safetensors")
+    model = whole_model(root / "two" / name / "sync")
     whole = dict(model_of_family(named(name)).named_parameters())
     slots = slot_names(named(name))
     assert len(slots) > 1
@@ -278,9 +289,7 @@ def test_slots_and_weights_are_those_of_the_engine(saved, name):
 def test_published_weights_are_what_the_model_computes_with(saved, name):
     """Halving is exact in every precision."""
     directory = saved[0] / "two" / name
-    halved, model = (
-        load_file(directory / kind / "model.safetensors") for kind in ("halved", "resumed")
-    )
+    halved, model = (whole_model(directory / kind) for kind in ("halved", "resumed"))
     assert all(torch.equal(halved[key], model[key] * 0.5) for key in model)
 
 

@@ -35,10 +35,13 @@ class Rank:
         self.figures: list[Any] = []
         draw_weights(self.engine, run)
 
-    def step(self, index: int, *, accepted: bool = True) -> None:
-        self.figures.append(
-            self.engine.train_step(self.batch(index), 1e-2, lambda _: accepted).figures
-        )
+    def step(self, index: int, *, accepted: bool = True, observed: bool = False) -> None:
+        def accept(_: object) -> bool:
+            if observed:  # as `train.observing` does
+                self.engine.weights()
+            return accepted
+
+        self.figures.append(self.engine.train_step(self.batch(index), 1e-2, accept).figures)
 
     def evaluate(self) -> None:
         self.figures.append(self.engine.evaluate(self.batch(3)))
@@ -89,6 +92,8 @@ def use_engine(run_dir: Path, mode: str) -> Engine:
     rank.step(2)
     rank.step(3, accepted=False)
     rank.evaluate()
+    rank.step(0, observed=True)
+    rank.step(3)
     rank.step(1)
     rank.average()
     rank.step(2)

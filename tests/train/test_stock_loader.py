@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.runs import make_run, on_ranks
 from train.distributed import start
@@ -22,6 +23,7 @@ def compare(run_dir: str, checkpoint: str) -> None:
 
     engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
     state, optimizer = engine._state, engine._optimizer
+    optimizer.data_parallel_group_gloo = dist.group.WORLD  # which mcore's loader sends pieces over
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     wanted = optimizer.sharded_param_state_fully_reshardable(
         engine._model_state()["model"], is_loading=True, metadata=groups

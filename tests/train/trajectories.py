@@ -42,7 +42,9 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
 
 def assert_same(run: RunDirectory, other: RunDirectory, *steps: int) -> None:
     """Two runs have equal figures, and equal tensors in their checkpoints of some steps."""
-    assert numbers(run.path) == numbers(other.path)
+    rows, expected = numbers(run.path), numbers(other.path)
+    differing = [pair for pair in zip(rows, expected, strict=False) if pair[0] != pair[1]]
+    assert rows == expected, (len(rows), len(expected), differing[:2])
     for step in steps:
         hashes = (shard_hashes(each.checkpoint(step)) for each in (run, other))
         assert len({tuple(sorted(files.items())) for files in hashes}) == 1, step

@@ -7,7 +7,7 @@ logits that transformers computes with them. `train.loop` calls `resume`.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -120,9 +120,24 @@ def _record(checkpoint: Path) -> tuple[CheckpointRecord | None, str | None]:
 
 def _damage(checkpoint: Path, record: CheckpointRecord) -> str | None:
     """Return the first damage of a file, or None. Ranks share the hashing."""
-    mine = sorted(record.files)[dist.get_rank() :: dist.get_world_size()]
+    of_node = from_rank_zero(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    sizes = {name: file.bytes for name, file in record.files.items()}
+    mine = dealt(sizes, dist.get_world_size(), of_node)[dist.get_rank()]
     damages = gathered(first_damage(checkpoint, {name: record.files[name] for name in mine}))
     return next((damage for damage in damages if damage), None)
+
+
+def dealt(sizes: Mapping[str, int], ranks: int, of_node: int) -> list[list[str]]:
+    """Return the names for each rank, dealt by falling size, in turn to one rank of every node.
+
+    A checkpoint of fewer ranks has fewer and larger files: nodes read them side by side.
+
+    >>> dealt({"a": 1, "b": 9, "c": 8}, ranks=4, of_node=2)
+    [['b'], ['a'], ['c'], []]
+    """
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    turns = sorted(range(ranks), key=lambda rank: (rank % of_node, rank))
+    return [names[turns.index(rank) :: ranks] for rank in range(ranks)]
 
 
 def _undamaged(checkpoint: Path, next_action: str) -> CheckpointRecord:

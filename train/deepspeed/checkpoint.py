@@ -1,6 +1,7 @@
 """The files of a DeepSpeed checkpoint: the model, and optimizer state by parameter.
 
-model.safetensors, written by rank 0, holds the weights that the model computes with, by HF name.
+The weights that the model computes with are whole tensors by HF name, in files as of an HF
+directory: model.safetensors of one rank, about as much in a file of each of several, and an index.
 optimizer-00000-of-00002.safetensors, of rank 0 of 2, holds flat fp32 ranges of parameters as
 KIND/HF NAME, where KIND is weights, a state of the optimizer or a slot. The metadata says where
 each range starts in its flattened parameter: any number of ranks finds its state in the files.
@@ -21,9 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from base.errors import UserError
-from base.files import open_to_readers
+from base.files import open_to_readers, write_json
 from train.deepspeed.sharding import ParameterRange, Partition, by_piece
-from train.run.directory import MODEL_WEIGHTS
+from train.run.directory import MODEL_INDEX, MODEL_WEIGHTS
 from train.snapshot_memory import Copies, SnapshotMemory
 
 
@@ -34,10 +35,19 @@ class StateFiles:
         self._directory, self._memory = directory, memory
         self._copies: list[Copies] = []
         self._files: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}
+        self._weight_map: dict[str, str] = {}  # the file of each weight
 
     def add_model(self, parameters: dict[str, Tensor]) -> None:
-        """Copy the weights that the model computes with."""
-        self._files[MODEL_WEIGHTS] = (self._copied(parameters), {"format": "pt"})
+        """Copy this rank's share of the weights that the model computes with."""
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        shares = even_shares(sizes, dist.get_world_size())
+        for number, names in enumerate(shares, 1):
+            file = f"model-{number:05d}-of-{len(shares):05d}.safetensors"
+            file = file if len(shares) > 1 else MODEL_WEIGHTS
+            self._weight_map |= dict.fromkeys(names, file)
+            if number == dist.get_rank() + 1:
+                mine = {name: parameters[name] for name in names}
+                self._files[file] = (self._copied(mine), {"format": "pt"})
 
     def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         self._copies.append(self._memory.copied(list(tensors.values())))
@@ -75,8 +85,30 @@ class StateFiles:
         return sorted(self._files)
 
     def seal(self) -> list[str]:
-        """Return nothing: no file is common to the ranks."""
-        return []
+        """Write the index of the weights on rank 0, if they are in several files."""
+        if dist.get_rank() != 0 or MODEL_WEIGHTS in self._weight_map.values():
+            return []
+        index = {"metadata": {}, "weight_map": dict(sorted(self._weight_map.items()))}
+        write_json(self._directory / MODEL_INDEX, index)
+        return [MODEL_INDEX]
+
+
+def even_shares(sizes: dict[str, int], ranks: int) -> list[list[str]]:
+    """Return names for each rank that has any, so that all have about the same in sum.
+
+    The largest goes first, each to the rank that has the least: none has more than the mean and
+    the largest (Graham 1969, doi 10.1137/0117039, of jobs on machines).
+
+    >>> even_shares({"a": 1, "b": 5, "c": 4, "d": 2}, 2)
+    [['b', 'a'], ['c', 'd']]
+    """
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    filled = [0] * ranks
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        rank = filled.index(min(filled))
+        shares[rank].append(name)
+        filled[rank] += sizes[name]
+    return [names for names in shares if names]
 
 
 @torch.no_grad()

@@ -237,8 +237,7 @@ class DeepSpeedEngine:
         """Copy the weights and, unless `weights_only`, optimizer state and slots."""
         files = StateFiles(directory, self._memory)
         # Stages 1 and 2 shard no weights of the model: every rank has all of them.
-        if dist.get_rank() == 0:
-            files.add_model(self._parameters)
+        files.add_model(self._parameters)
         if not weights_only:
             files.add_state(self._partitions, self._state(), self._optimizer.steps)
         return files

@@ -81,6 +81,9 @@ class DataParallel(DistributedDataParallel):
     def start_gather(self) -> None:
         """Begin to gather the first layers' weights, which an update has changed."""
         if self.overlaps:
+            # Asked for the weights between backward pass and update, a bucket was gathered then.
+            for bucket in self.bucket_groups:
+                bucket.param_gather_dispatched = False
             # mcore fills buckets from the last layer back: the last one holds the first layers.
             self.bucket_groups[-1].start_param_sync()
 

@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
+from train.distributed import gathered
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.megatron import transformer_engine
@@ -41,7 +42,7 @@ from train.megatron.optimizer import (
 from train.megatron.optimizer_state import OptimizerState, odd_keys, slots_in
 from train.megatron.pipeline import Pipeline
 from train.megatron.probing import probe, record_forward, record_linears
-from train.megatron.shards import ShardedSnapshot
+from train.megatron.shards import ShardedSnapshot, read_boxes, read_common, shapes_of
 from train.model import megatron_names
 from train.model.config import hidden_matrices
 from train.run.config import RunConfig
@@ -64,6 +65,8 @@ class MegatronEngine:
         self._optimizer = build_optimizer(run, self._pipeline.model)
         self._state = OptimizerState(self._optimizer, run.optimizer.STATES, slot_names(run))
         self._memory = SnapshotMemory(device)
+        # Of checkpoints of weights alone, and of others.
+        self._plans: dict[bool, list[Metadata | None]] = {True: [], False: []}
         register_matrices(run, self._pipeline.model.module, self._state)
         config.finalize_model_grads_func = finalize_model_grads
 
@@ -168,7 +171,6 @@ class MegatronEngine:
         self._pipeline.model.start_param_sync(force_sync=True)
 
     def _model_state(self) -> dict[str, Any]:
-        self._pipeline.model.finish_gather()
         metadata = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
         }
@@ -187,43 +189,44 @@ class MegatronEngine:
                 "optimizer": self._state.to_save(model),
                 "steps": self._state.inner_optimizer.steps,
             }
-        return ShardedSnapshot(state, directory, self._memory)
+        return ShardedSnapshot(state, directory, self._memory, self._plans[weights_only])
 
     def load(self, directory: Path) -> None:
         """Load what a snapshot wrote at any layout, once its hashes were checked.
 
-        megatron-core opens three kinds of pickles: `.metadata`, which is checked here before, and
-        common.pt and the boxes of numbers by torch's own list (`weights_only`). Objects it would
-        open by no list; no snapshot of ours has one.
+        Three kinds of pickles are opened, each by a list of what it may hold: `.metadata`,
+        common.pt, and the descriptions of boxes of numbers.
 
         The model's weights are the main weights, rounded: they are not read, but published.
 
         Raises:
             UserError: the shards lack a key of this model or hold one more, or an object.
         """
-        for key, record in read_metadata(directory).state_dict_metadata.items():
+        metadata, saved = read_metadata(directory), {}
+        for key, record in metadata.state_dict_metadata.items():
             if not isinstance(record, TensorStorageMetadata):
                 raise _suspicious(directory, f"the object {key!r:.80}")
-        try:
-            # All slots of the checkpoint are read, for no key to be left over.
-            saved = dist_checkpointing.load_tensors_metadata(str(directory))
-            state = {"optimizer": self._state.to_load(self._model_state(), slots_in(saved))}
-            loaded, unread, unsaved = dist_checkpointing.load(
-                state, str(directory), strict=StrictHandling.RETURN_ALL
-            )
-            odd = sorted(odd_keys(saved, unread) | unsaved)
-            if odd:
-                raise CheckpointingException(f"in one of the two only: {', '.join(odd[:3])}")
-        except CheckpointingException as error:
+            saved[key] = tuple(record.size)
+        entries: list[ShardedTensor] = list(
+            nested_values(self._state.to_load(self._model_state(), slots_in(saved)))
+        )
+        # Of all ranks: the same error on each.
+        shapes = {
+            key: shape for part in gathered(shapes_of(entries)) for key, shape in part.items()
+        }
+        odd = odd_keys(saved, shapes)
+        if odd:
             raise UserError(
-                f"{directory} does not fit the model of run.json"
-                f" ({str(error).splitlines()[0][:300]}); restore the run.json it was saved with"
-            ) from error
+                f"{directory} does not fit the model of run.json (in one of the two only:"
+                f" {', '.join(odd[:3])}); restore the run.json it was saved with"
+            )
+        try:
+            # The tensors are live, so reading into them sets the state.
+            read_boxes(entries, directory, metadata)
+            self._state.inner_optimizer.steps = read_common(directory)["steps"]
         except UnpicklingError as error:
             reason = str(error).splitlines()[0][:300]
             raise _suspicious(directory, f"a pickle of more than numbers ({reason})") from None
-        self._state.load(loaded["optimizer"])
-        self._state.inner_optimizer.steps = loaded["steps"]
         self.publish_weights()
 
     def start_from(self, read: Callable[[str], Tensor]) -> None:

@@ -84,6 +84,7 @@ def initialize_groups(run: RunConfig) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=run.parallel.tensor,
         pipeline_model_parallel_size=run.parallel.pipeline,
+        create_gloo_process_groups=False,  # for mcore's own checkpoints
     )
 
 

@@ -80,10 +80,8 @@ def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> Distribut
         model_chunks=[model],
         per_model_buffers={0: model.buffers},
         data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        data_parallel_group_gloo=parallel_state.get_data_parallel_group_gloo(
-            with_context_parallel=True
-        ),
-        data_parallel_group_idx=0,  # names parts of mcore's own checkpoints
+        data_parallel_group_gloo=None,  # for mcore's own checkpoints, as is the next
+        data_parallel_group_idx=0,
         distributed_optimizer_instance_id=0,
     )
     inner.start_states()

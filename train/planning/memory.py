@@ -237,18 +237,35 @@ def rank_memory(config: RunConfig, world_size: int) -> RankMemory:
     return max(stages, key=lambda memory: memory.bytes)
 
 
+def _saved_bytes(config: RunConfig, world_size: int) -> tuple[int, int]:
+    """Return the bytes of state, and those of weights, that a rank saves: its share of each."""
+    count = max(rank_parameters(config, stage) for stage in range(config.parallel.pipeline))
+    share = -(-count // config.data_parallel_size(world_size))
+    weights = share
+    if config.engine == "deepspeed":  # whole tensors: at most the largest one more
+        shapes = parameter_shapes(config.model).values()
+        weights = min(count, share + max(map(math.prod, shapes)))
+    return share * state_bytes(config), weights * bytes_of_weight(config)
+
+
 def snapshot_bytes(config: RunConfig, world_size: int) -> int:
     """Return the host memory of a rank that the copies of a save take, and keep for the next.
 
     At a permanent step these are the full state, and weights once more for every average and for a
-    permanent checkpoint of weights alone. A rank of megatron writes its share of the weights, rank
-    0 of DeepSpeed all.
+    permanent checkpoint of weights alone.
     """
-    count = max(rank_parameters(config, stage) for stage in range(config.parallel.pipeline))
-    share = -(-count // config.data_parallel_size(world_size))
-    weights = share if config.engine == "megatron" else count
+    state, weights = _saved_bytes(config, world_size)
     copies = 1 + (config.saving.full_steps is not None) + len(config.averages)
-    return share * state_bytes(config) + copies * weights * bytes_of_weight(config)
+    return state + copies * weights
+
+
+def bytes_to_stop(config: RunConfig, world_size: int) -> int:
+    """Return the most bytes that a rank has to write once it is asked to stop.
+
+    They are all of a save that has just begun, and the checkpoint from which training resumes.
+    """
+    state, weights = _saved_bytes(config, world_size)
+    return snapshot_bytes(config, world_size) + state + weights
 
 
 def checkpoint_bytes(config: RunConfig) -> CheckpointBytes:

@@ -17,8 +17,10 @@ CHECKPOINT_JSON = "checkpoint.json"
 PROBE = "probe.safetensors"
 PROBE_SEQUENCES, PROBE_TOKENS = 2, 32  # or fewer tokens where sequences are shorter
 PROBE_OUTPUTS = "outputs/"  # begins a key of the probe, before the HF name of a module
-# The weights of HF directories and DeepSpeed checkpoints, whole, by HF name.
+# The weights of HF directories and DeepSpeed checkpoints, whole tensors by HF name: in one file, or
+# in several with their index.
 MODEL_WEIGHTS = "model.safetensors"
+MODEL_INDEX = "model.safetensors.index.json"
 # Directory of an imported checkpoint with configuration and tokenizer of its source.
 IMPORTED_FROM = "hf"
 RESTORE = (

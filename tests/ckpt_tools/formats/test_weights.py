@@ -19,13 +19,12 @@ from ckpt_tools.checkpoint import open_weights, verified_record
 from ckpt_tools.formats import parallel
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
-from ckpt_tools.formats.weight_files import INDEX_JSON
 from ckpt_tools.formats.weights import Described
 from ckpt_tools.hf.forward import stream_logits
 from tests.ckpt_tools.checkpoints import all_of
 from tests.conftest import LAYOUTS
 from train.run.config import load_run
-from train.run.directory import RunDirectory, read_checkpoint_record
+from train.run.directory import MODEL_INDEX, RunDirectory, read_checkpoint_record
 
 
 def rows_of_heads(
@@ -153,7 +152,7 @@ def test_shards_are_what_safetensors_reads_whatever_the_number_of_threads(
         expected = weights.read(name, 0, TENSORS[name].shape[0])
         assert torch.equal(tensor, expected)
     if shard_bytes < 1 << 30:
-        index = json.loads((out / INDEX_JSON).read_text())
+        index = json.loads((out / MODEL_INDEX).read_text())
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
         assert index["weight_map"].keys() == TENSORS.keys()
     again = all_of(HFWeights(out))
@@ -161,9 +160,9 @@ def test_shards_are_what_safetensors_reads_whatever_the_number_of_threads(
 
 
 def climb(directory: Path) -> None:
-    index = json.loads((directory / INDEX_JSON).read_text())
+    index = json.loads((directory / MODEL_INDEX).read_text())
     index["weight_map"]["a"] = "../elsewhere.safetensors"
-    (directory / INDEX_JSON).write_text(json.dumps(index))
+    (directory / MODEL_INDEX).write_text(json.dumps(index))
 
 
 def repeat(directory: Path) -> None:
@@ -187,9 +186,9 @@ def truncate(directory: Path) -> None:
             lambda out: sorted(out.glob("*.safetensors"))[1].unlink(),
             "which is not a file beside it",
         ),
-        (lambda out: (out / INDEX_JSON).write_text("{"), "is not valid JSON"),
-        (lambda out: (out / INDEX_JSON).write_text('{"weight_map": {}}'), "weight_map"),
-        (lambda out: (out / INDEX_JSON).unlink(), "holds no safetensors weights"),
+        (lambda out: (out / MODEL_INDEX).write_text("{"), "is not valid JSON"),
+        (lambda out: (out / MODEL_INDEX).write_text('{"weight_map": {}}'), "weight_map"),
+        (lambda out: (out / MODEL_INDEX).unlink(), "holds no safetensors weights"),
     ],
     ids=["climbs", "twice", "truncated", "missing", "index", "empty index", "no index"],
 )
