@@ -9,7 +9,7 @@ PYTHON := .venv/bin/python
 FOLDERS := base train ckpt_tools quant_eval curvature study dynamics slurm install docs tests
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-gpu gpu-bundle lint bench stress transformer-engine
+.PHONY: venv demo test test-gpu test-gpus gpu-bundle lint bench stress transformer-engine
 
 venv: .venv/complete
 
@@ -40,8 +40,12 @@ demo: venv
 test: venv  # on two cores four workers: tests that wait for SLURM leave room
 	$(PYTHON) -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
-test-gpu: venv  # at most 15 minutes on one GPU; says so where there is none
-	$(PYTHON) -m tests.gpu
+test-gpu: venv  # within 10 minutes on one GPU; says so where there is none. BASE=COMMIT times its steps, too
+	$(PYTHON) -m tests.gpu $(if $(BASE),--base "$(BASE)")
+
+N ?= 2
+test-gpus: venv  # within 10 minutes on N GPUs of this machine: 2, 4 or 8
+	$(PYTHON) -m tests.gpu --gpus $(N)
 
 gpu-bundle: venv  # wheels for a GPU machine without network
 	$(PYTHON) -m tests.gpu.bundle

@@ -1,11 +1,11 @@
 """`python -m tests.gpu.bundle`: the wheels that tests/gpu needs where there is torch, Python
-3.12 and no network.
+3.12 and no network, on one GPU or several.
 
 They are in gpu-bundle/part-1, part-2, ..., each below 60 MB, for Python 3.12 on x86-64. There,
 beside the checkout:
 
     python3 -m pip install --no-index --no-deps --target gpu-packages gpu-bundle/part-*/*.whl
-    PYTHONPATH=gpu-packages python3 -m tests.gpu
+    PYTHONPATH=gpu-packages python3 -m tests.gpu [--gpus N]
 """
 
 import re
@@ -32,14 +32,16 @@ PACKAGES = (
     *("typing-inspection", "typing_extensions", "typer", "click", "shellingham"),
     *("annotated-doc", "rich", "markdown-it-py", "mdurl", "Pygments", "numpy", "scipy", "psutil"),
     *("compressed-tensors", "loguru", "blake3", "nvidia-ml-py"),
+    *("hjson", "msgpack", "ninja", "py-cpuinfo"),  # of DeepSpeed
 )
+SOURCES = ("deepspeed",)  # that PyPI has no wheel of: it is built here, of Python alone
 
 
-def locked(lock: str) -> list[str]:
+def locked(lock: str, packages: Sequence[str] = PACKAGES) -> list[str]:
     """The packages with the versions of requirements.lock, which were resolved together."""
     versions = dict(re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE))
     by_name = {_plain(name): (name, version) for name, version in versions.items()}
-    return ["==".join(by_name[_plain(name)]) for name in PACKAGES]
+    return ["==".join(by_name[_plain(name)]) for name in packages]
 
 
 def _plain(name: str) -> str:
@@ -72,13 +74,21 @@ def download(requirements: Sequence[str], out: Path) -> None:
     subprocess.run(command, check=True)
 
 
+def build(requirements: Sequence[str], out: Path) -> None:
+    """Wheels made of the sources of exactly these versions."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--wheel-dir", str(out), *requirements], check=True)
+
+
 def main() -> None:
     """Writes gpu-bundle/."""
     out = PROJECT / "gpu-bundle"
     if out.exists():
         sys.exit(f"error: {out} exists; move it away or use it")
     out.mkdir()
-    download(locked((PROJECT / "requirements.lock").read_text()), out)
+    lock = (PROJECT / "requirements.lock").read_text()
+    download(locked(lock), out)
+    build(locked(lock, SOURCES), out)
     sizes = {path.name: path.stat().st_size for path in out.glob("*.whl")}
     if too_large := [name for name, size in sizes.items() if size > PART_BYTES]:
         sys.exit(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -16,11 +16,12 @@ class CheckedFigure(NamedTuple):
 
     Attributes:
         name: of the figure.
-        value: None for a check that was skipped or failed before it measured.
+        value: None for a check that failed before it measured, or was not made.
         unit: of the value.
         least, most: that are accepted; None of both is a figure that is recorded and not judged.
         note: assumptions behind a limit, or the reason for no value.
-        skipped: whether the check does not apply here.
+        absent: why there is no value but a failure: this machine cannot make the check, or no time
+            was left for it.
     """
 
     name: str
@@ -29,13 +30,13 @@ class CheckedFigure(NamedTuple):
     least: float | None = None
     most: float | None = None
     note: str = ""
-    skipped: bool = False
+    absent: Literal["", "skipped", "NOT RUN"] = ""
 
     @property
     def verdict(self) -> str:
-        """'ok', 'FAILED', 'recorded' or 'skipped'."""
-        if self.skipped:
-            return "skipped"
+        """'ok', 'FAILED', 'recorded', 'skipped' or 'NOT RUN'."""
+        if self.absent:
+            return self.absent
         if self.value is None or not math.isfinite(self.value):
             return "FAILED"
         if self.least is None and self.most is None:
@@ -63,6 +64,11 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
     """Norm of the difference over that of what is expected, computed in float64 on the CPU."""
     exact = expected.cpu().double()
     return float((result.cpu().double() - exact).norm() / exact.norm())
+
+
+def apart(values: list[float], other: list[float]) -> float:
+    """Return the largest difference of two runs' losses, nats per token."""
+    return max(abs(a - b) for a, b in zip(values, other, strict=True))
 
 
 HEADER = ("figure", "value", "unit", "limit", "verdict")

@@ -3,6 +3,7 @@
 A job whose library computed elsewhere than it was told fails (`quant_eval.libraries.job`).
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import torch
@@ -36,7 +37,8 @@ def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
             make_job(directory, spec, out / device, ids_NL, device=device, threads=threads)
             for device in ("cpu", "cuda")
         ]
-        here, there = map(weights_of, jobs)
+        with ThreadPoolExecutor() as together:  # each is a process of its own
+            here, there = together.map(weights_of, jobs)
         first = [f"model.layers.0.self_attn.{linear}.weight" for linear in FIRST]
         errors = [error_norm(weights, plain) for weights in (here, there)]
         name = f"{spec}, CPU against GPU"

@@ -4,9 +4,10 @@ import multiprocessing
 import os
 import runpy
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,20 +15,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from base.files import sha256_of, write_json
 from tests.corpora import write_corpus
+from tests.gpu.launch import Started, start
 from train.data.config import DataConfig
 from train.model.config import ModelConfig, hf_settings
 from train.model.presets import OLMO2_1B, OLMO2_190M
 from train.optimizers.adamw import AdamW
-from train.run.config import RunConfig, dump_run
+from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.optimization import ConstantPhase, ScheduleConfig
 from train.run.saving import SavingConfig
+from train.run.status import read_status
 
 # Processes forked from one that has imported what takes seconds, and that has not asked CUDA for
 # anything. There is one fork server in a process; whoever starts checks decides what it imports:
 # `tests.gpu.__main__`, and their rehearsal on the CPU.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 FORKS = multiprocessing.get_context("forkserver")
+ERRORS = "errors.log"  # of a training, in the directory of its run
 
 
 def small_model(hidden: int, layers: int, vocabulary: int) -> ModelConfig:
@@ -52,8 +56,8 @@ class CheckSizes:
             microbatch, by name.
         timed_length: tokens of their sequences.
         timed_micro: microbatches of a timed step.
-        saved: the model whose saves are timed, its tokens per sequence, and steps between saves,
-            more than are trained while one is written.
+        saved: the model whose saves are timed, its tokens per sequence and sequences of a batch.
+        steps_between_saves: more than are trained while one is written, for 4 s on an H200.
         block: the model whose blocks are quantized against the clock, two of them.
         calibration: its sequences and their tokens.
         megabytes: of a message between ranks.
@@ -67,6 +71,7 @@ class CheckSizes:
     timed_micro: int
     saved: ModelConfig
     saved_length: int
+    saved_batch: int
     steps_between_saves: int
     block: ModelConfig
     calibration: tuple[int, int]
@@ -82,7 +87,8 @@ FULL = CheckSizes(
     timed_micro=4,
     saved=OLMO2_190M.model_copy(update={"vocab_size": 32_768}),
     saved_length=1024,
-    steps_between_saves=60,
+    saved_batch=64,
+    steps_between_saves=50,
     block=OLMO2_1B.model_copy(update={"vocab_size": 4096, "num_hidden_layers": 2}),
     calibration=(128, 2048),
     megabytes=1024,
@@ -91,11 +97,12 @@ IN_SMALL = CheckSizes(
     compared=small_model(32, 2, 320),
     compared_length=32,
     compared_steps=4,
-    timed={"small": (small_model(32, 3, 320), 1)},
+    timed=dict.fromkeys(("190M", "1B"), (small_model(32, 3, 320), 1)),
     timed_length=32,
     timed_micro=2,
     saved=small_model(32, 2, 320),
     saved_length=32,
+    saved_batch=8,
     steps_between_saves=2,
     block=small_model(64, 2, 320),
     calibration=(6, 64),
@@ -111,11 +118,28 @@ class Workbench:
         device: "cuda", or "cpu" for a rehearsal.
         sizes: of the checks.
         work: a directory that is thrown away.
+        gpus: that the checks share.
+        base: the older tree whose speed is compared, if any.
+        start: that starts a command of the project on so many ranks.
     """
 
     device: str
     sizes: CheckSizes
     work: Path
+    gpus: int = 1
+    base: Path | None = None
+    start: Callable[..., Started] = start
+
+    def at(self, name: str) -> "Workbench":
+        """Return the same bench with room of its own."""
+        work = self.work / name
+        work.mkdir(parents=True)
+        return replace(self, work=work)
+
+    @property
+    def shared(self) -> Path:
+        """The directory of what several checks need, which the first of them makes."""
+        return self.work.parent / "shared"
 
     @property
     def torch_device(self) -> torch.device:
@@ -156,9 +180,10 @@ def make_run(
     directory: Path, model: ModelConfig, length: int, *, steps: int, **changes: Any
 ) -> RunConfig:
     """Writes run.json of an fp32 run that saves half-way and at the end, on random text."""
-    text = directory.parent / f"text-{model.vocab_size}"
+    tokens = length * changes.get("batch_size", 8) * (steps + 2)
+    text = directory.parent / f"text-{model.vocab_size}-{tokens}"
     if not text.exists():
-        token_file(text / "train", model.vocab_size, tokens=length * 8 * (steps + 2), seed=1)
+        token_file(text / "train", model.vocab_size, tokens=tokens, seed=1)
         token_file(text / "held_out", model.vocab_size, tokens=length * 8, seed=2)
     settings: dict[str, Any] = {
         "name": directory.name,
@@ -172,8 +197,8 @@ def make_run(
             sequence_length=length,
             held_out_sequences=4,
         ),
-        "optimizer": AdamW(peak_lr=1e-3),
-        "schedule": ScheduleConfig(warmup_tokens=0, phase=ConstantPhase()),
+        "optimizer": AdamW(matrices="adamw", peak_lr=1e-3),
+        "schedule": ScheduleConfig(warmup_tokens=0, phase=ConstantPhase(kind="constant")),
         "total_steps": steps,
         "batch_size": 8,
         "micro_batch_size": 4,
@@ -183,26 +208,49 @@ def make_run(
     }
     run = RunConfig(**(settings | changes))
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(RunDirectory(directory).run_json, dump_run(run))
+    # What is not set is left to the defaults of the tree that reads it, which may be an older one.
+    content = run.model_dump(mode="json", exclude_unset=True)
+    write_json(RunDirectory(directory).run_json, content)
     return run
 
 
+def is_done(directory: Path) -> bool:
+    """Return whether a run has reached its end."""
+    status = read_status(RunDirectory(directory))
+    return status is not None and status.status == "done"
+
+
+class Training(NamedTuple):
+    """`python -m train run` in a process of its own, a fork."""
+
+    process: Any
+    directory: Path
+
+    def finish(self) -> None:
+        """Wait for its end; RuntimeError if it failed."""
+        self.process.join()
+        if code := self.process.exitcode:
+            errors = (self.directory / ERRORS).read_text()[-2000:]
+            raise RuntimeError(f"train run {self.directory}, exit code {code}: {errors}")
+
+
+def begin(directory: Path, device: str, *options: str, gpu: int = 0) -> Training:
+    """Start a training that sees all GPUs and takes the one of this number, or that sees none."""
+    process = FORKS.Process(target=_train, args=(directory, device, gpu, options))
+    process.start()
+    return Training(process, directory)
+
+
 def train(directory: Path, device: str, *options: str) -> None:
-    """`python -m train run` in a process of its own, which sees a GPU or sees none."""
-    errors = directory / "errors.log"
-    child = FORKS.Process(target=_train, args=(directory, device, errors, options))
-    child.start()
-    child.join()
-    if child.exitcode:
-        raise RuntimeError(
-            f"train run {directory}, exit code {child.exitcode}: {errors.read_text()[-2000:]}"
-        )
+    """Train a run to its end."""
+    begin(directory, device, *options).finish()
 
 
-def _train(directory: Path, device: str, errors: Path, options: tuple[str, ...]) -> None:
+def _train(directory: Path, device: str, gpu: int, options: tuple[str, ...]) -> None:
     if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.environ["LOCAL_RANK"] = str(gpu)
+    os.dup2(os.open(directory / ERRORS, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     sys.argv = ["train", "run", str(directory), *options]
     runpy.run_module("train", run_name="__main__", alter_sys=True)
 

@@ -8,6 +8,7 @@ torch.
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,20 +16,38 @@ from unittest import mock
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.rehearsal.stand_in import gpu, without_attention_kernels, without_nccl
+from tests.forked import Forked
+from tests.rehearsal.stand_in import PROJECT, gpu, without_attention_kernels, without_nccl
+from tests.runs import start_ranks
 from train.run.config import load_run
 from train.run.directory import RunDirectory
 from train.run.launch import Launch
 
 
-def run_one(name: str, work: Path, out: Path) -> None:
+def forked(
+    ranks: int, *words: str, tree: Path = PROJECT, variables: dict[str, str] | None = None
+) -> Forked:
+    """Start what `tests.gpu.launch.start` starts, forked."""
+    assert tree == PROJECT
+    return start_ranks(ranks, *words, variables=variables)
+
+
+def forked_on_stand_ins(
+    ranks: int, *words: str, tree: Path = PROJECT, variables: dict[str, str] | None = None
+) -> Forked:
+    """Start what `tests.gpu.launch.start` starts, forked, each rank on a stand-in for its GPU."""
+    # As in a job with --gpus-per-task=1: every rank sees one GPU.
+    variables = (variables or {}) | {"SLURM_LOCALID": "0"}
+    return forked(ranks, "tests.rehearsal.on_stand_in", *words, tree=tree, variables=variables)
+
+
+def run_one(measure: Callable[[Any], list[Any]], work: Path, out: Path) -> None:
     """Writes the figures of a check of tests/gpu whose device is `cuda`."""
-    from tests.gpu.checks import checks
     from tests.gpu.workbench import IN_SMALL, Workbench
 
     workbench = Workbench("cuda", IN_SMALL, work)
     with without_nccl(), gpu(), without_attention_kernels():
-        figures = checks(workbench)[name](workbench)
+        figures = measure(workbench)
     out.write_text(json.dumps([figure.described() for figure in figures]))
 
 

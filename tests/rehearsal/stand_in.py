@@ -274,6 +274,19 @@ class Ordered:
         return SimpleNamespace(synchronize=self.wait)
 
 
+def _swapped(parameter: Tensor, moved: Tensor) -> None:
+    """Make a parameter the moved one with its attributes, which `.data = moved` leaves to it.
+
+    megatron-core notes there how tensor ranks share it.
+    """
+    attributes = vars(parameter).copy()
+    _swap_tensors(parameter, moved)
+    vars(parameter).update(attributes)
+
+
+_swap_tensors = torch.utils.swap_tensors
+
+
 def without_nccl() -> Any:
     """Gloo takes the place of NCCL within the context."""
     initialize = dist.init_process_group
@@ -325,6 +338,7 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
             mock.patch("torch.accelerator.current_accelerator", return_value=None),
             # A GPU runs some functions compiled; here they run line by line.
             mock.patch("torch.compile", lambda function=None, **_: function or (lambda f: f)),
+            mock.patch("torch.utils.swap_tensors", _swapped),
             mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
             mock.patch.object(torch.Tensor, "record_stream"),
             Unnumbered(),
