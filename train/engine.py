@@ -83,6 +83,11 @@ class Engine(Protocol):
         """Return parallel sizes by name: tensor, pipeline, data, ..."""
         ...
 
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Return what computes attention and the gradients of weights, for environment.json."""
+        ...
+
     def train_step(
         self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]
     ) -> StepResult:

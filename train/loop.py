@@ -81,7 +81,11 @@ class _Training:
         )
         self.profile = Profile(launch.profiled_steps, directory.profile)
         self.profile.check(self.step, run.total_steps)
-        self.attempt.amend(resumed_from_step=self.step if record else None, quarantined=quarantined)
+        self.attempt.amend(
+            resumed_from_step=self.step if record else None,
+            quarantined=quarantined,
+            kernels=self.engine.kernels,
+        )
         for step in quarantined:
             self.log(step, quarantined=1)
 

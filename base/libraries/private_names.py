@@ -59,10 +59,10 @@ USES = (
     Use(_CPU, "torch", ("zeros", "tensor"), "replaced without CUDA: it makes tensors there"),
     Use(_CPU, "torch", ("compile",), "replaced while megatron-core is imported: saves 1.5 s"),
     Use(
-        _CPU,
+        "train/megatron/weight_gradients.py",
         "megatron.core.tensor_parallel.layers",
         ("fused_weight_gradient_mlp_cuda", "_grad_accum_fusion_available", "HAVE_TE"),
-        "stands in for Apex, which adds gradients of weights in place",
+        "stands in for Apex, and for Transformer Engine: torch adds gradients of weights in place",
     ),
     Use(
         "train/megatron/data_parallel.py",
@@ -112,6 +112,12 @@ USES = (
         "keeps DeepSpeed from compiling for minutes",
     ),
     # training: torch and datasets
+    Use(
+        "train/model/attention.py",
+        "torch",
+        ("_fused_sdp_choice",),
+        "says which kernel attention takes",
+    ),
     Use(
         "train/optimizers/adamw.py",
         "torch",

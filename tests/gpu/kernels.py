@@ -10,7 +10,7 @@ from tests.gpu.figures import CheckedFigure, relative_error
 from tests.gpu.workbench import Workbench
 from train.model.accumulation import add_product, embedded
 from train.model.documents import attention_in_documents, document_bounds
-from train.model.elementwise import normed_and_rotated
+from train.model.elementwise import normed, normed_and_rotated
 
 ROPE_BASE = 500_000.0
 HEAD = 128
@@ -38,6 +38,35 @@ def rope(workbench: Workbench) -> list[CheckedFigure]:
     )
     note = "rounding once leaves 1.64e-3"
     return [CheckedFigure(name, error, "relative error", most=1.7e-3, note=note)]
+
+
+def norms(workbench: Workbench) -> list[CheckedFigure]:
+    """Gradients of a norm in bf16, compiled as in training, against float64."""
+    length, device = workbench.sizes.timed_length, workbench.torch_device
+    generator = torch.Generator().manual_seed(0)
+    x_SBH, by_output_SBH = (
+        (torch.randn(length, 4, 768, generator=generator) + 0.3).bfloat16() for _ in range(2)
+    )
+    gradients = []
+    for dtype, where in ((torch.bfloat16, device), (torch.float64, torch.device("cpu"))):
+        x = x_SBH.detach().to(where, dtype).requires_grad_()
+        weight = torch.full((768,), 1.5, dtype=dtype, device=where, requires_grad=True)
+        weight.grad_dtype = None  # as in training
+        compute = normed if dtype == torch.bfloat16 else _plain_norm
+        compute(x, weight, 1e-6).backward(by_output_SBH.to(where, dtype))
+        assert x.grad is not None
+        assert weight.grad is not None
+        gradients.append((x.grad, weight.grad))
+    by_x, by_weight = (relative_error(*pair) for pair in zip(*gradients, strict=True))
+    what, note = "gradient of a norm in bf16, as it is trained", "rounding once leaves 1.65e-3"
+    return [
+        CheckedFigure(f"{what}, by its input", by_x, "relative error", most=2e-3, note=note),
+        CheckedFigure(f"{what}, by its weight", by_weight, "relative error", most=1e-5),
+    ]
+
+
+def _plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def documents(workbench: Workbench) -> list[CheckedFigure]:

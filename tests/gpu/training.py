@@ -89,6 +89,41 @@ def _weights(run: Path, step: int, model: ModelConfig) -> dict[str, Tensor]:
     return {name: read_whole(weights, name) for name in weights.tensors}
 
 
+def graphs(workbench: Workbench) -> list[CheckedFigure]:
+    """The same run in bf16 with a CUDA graph of the microbatch and without: weights and time."""
+    if workbench.device == "cpu":
+        raise SkippedError("CUDA graphs need a GPU")
+    sizes = workbench.sizes
+    steps = sizes.compared_steps
+    weights, seconds = [], []
+    for graphs in (False, True):
+        run = workbench.work / str(graphs)
+        make_run(
+            *(run, sizes.compared, sizes.compared_length),
+            steps=steps,
+            precision="bf16",
+            micro_batch_size=1,
+            cuda_graphs=graphs,
+        )
+        train(run, workbench.device, "--deterministic")
+        weights.append(_weights(run, steps, sizes.compared))
+        rows = read_metrics(RunDirectory(run).metrics)
+        speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+        seconds.append(8 * sizes.compared_length / statistics.median(speeds[steps // 2 :]))
+    plain, replayed = weights
+    difference = max(float((plain[name] - replayed[name]).abs().max()) for name in plain)
+    what = "CUDA graph of a microbatch"
+    return [
+        CheckedFigure(
+            f"{what}: weights after {steps} steps, against none",
+            difference,
+            "largest difference",
+            most=0.0,
+        ),
+        CheckedFigure(f"{what}: step without over step with", seconds[0] / seconds[1], "x"),
+    ]
+
+
 def deepspeed(workbench: Workbench) -> list[CheckedFigure]:
     """The same run in bf16 by megatron-core and by DeepSpeed."""
     if not find_spec("deepspeed"):

@@ -14,6 +14,7 @@ can differentiate.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 GPU = torch.device("cuda", 0)
 # what C++ takes the GPU for; tensors without content are on "meta" without a number
@@ -43,6 +44,7 @@ ON_CUDA_ONLY = {
     ),
 }
 COPIES = {aten._to_copy, aten.copy_, aten._foreach_copy_}
+READ_ON_HOST = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal}
 INDEXING = {aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_}
 
 
@@ -147,8 +149,17 @@ class StandIn(TorchDispatchMode):
         return _computed(func, args, kwargs or {}, self.places, self.left)
 
 
+class CapturedError(RuntimeError):
+    """An operation that CUDA refuses while a graph is recorded: one that waits for the host."""
+
+
 class RecordedGraph:
-    """A CUDA graph of the stand-in: `capture` records what writes to tensors, and computes none."""
+    """A CUDA graph of the stand-in: `capture` records operations, and writes to no tensor of
+    before.
+
+    Others are computed as they are recorded, for their results are tensors with shapes: their
+    values are those of the last replay.
+    """
 
     open: "RecordedGraph | None" = None
 
@@ -157,7 +168,7 @@ class RecordedGraph:
 
     @classmethod
     @contextmanager
-    def capture(cls, graph: "RecordedGraph", **_: str) -> Iterator[None]:
+    def capture(cls, graph: "RecordedGraph", **_: Any) -> Iterator[None]:
         """Record the operations of the context."""
         cls.open = graph
         try:
@@ -165,24 +176,29 @@ class RecordedGraph:
         finally:
             cls.open = None
 
-    def record(self, operation: Callable[[], Any]) -> None:
-        """Keep an operation for every replay."""
-        self._operations.append(operation)
+    def record(self, operation: Callable[[], Any], results: Any = ()) -> None:
+        """Keep an operation for every replay, which writes to the same results."""
+
+        def again() -> None:
+            pairs: list[tuple[Tensor, Tensor]] = list(
+                zip(_tensors(results), _tensors(operation()), strict=True)
+            )
+            for result, value in pairs:
+                result.copy_(value)
+
+        self._operations.append(again if _tensors(results) else operation)
 
     def replay(self) -> None:
         """Compute all operations on the tensors as they are now."""
-        for operation in self._operations:
-            operation()
+        with _disable_current_modes():
+            for operation in self._operations:
+                operation()
 
 
 def _computed(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: set[str], left: str | None
 ) -> Any:
-    tensors: list[Tensor] = []
-    _each(
-        lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None,
-        [*args, *kwargs.values()],
-    )
+    tensors = _tensors([*args, *kwargs.values()])
     on_gpu = [tensor for tensor in tensors if isinstance(tensor, OnGPU)]
     stays = bool(on_gpu)
     if func._overloadpacket not in COPIES:
@@ -198,10 +214,16 @@ def _computed(
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     wrappers = {id(tensor.on_cpu): tensor for tensor in on_gpu}
     inputs = _each(_on_cpu, args), {name: _each(_on_cpu, value) for name, value in kwargs.items()}
-    if RecordedGraph.open and on_gpu and func._schema.is_mutable:
-        RecordedGraph.open.record(lambda: func(*inputs[0], **inputs[1]))
-        return kwargs.get("out", args[0])
-    result = ON_CUDA_ONLY.get(func, func)(*inputs[0], **inputs[1])
+    compute = partial(ON_CUDA_ONLY.get(func, func), *inputs[0], **inputs[1])
+    graph = RecordedGraph.open if stays else None
+    if graph:
+        _check_captured(func, tensors)
+        if func._schema.is_mutable:
+            graph.record(compute)
+            return kwargs.get("out", args[0])
+    result = compute()
+    if graph and not _is_view(result, tensors):
+        graph.record(compute, result)
     return _each(lambda leaf: _wrapped(leaf, wrappers), result) if stays else result
 
 
@@ -227,6 +249,26 @@ def check(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
             f"{func}: a tensor of shape {list(refused[0].shape)} is on the CPU, one of"
             f" {list(on_gpu[0].shape)} on {GPU}"
         )
+
+
+def _check_captured(func: Any, tensors: list[Tensor]) -> None:
+    """CapturedError for what no graph can hold: a value for the host, or one from it."""
+    from_host = [each for each in tensors if not isinstance(each, OnGPU) and each.dim()]
+    if from_host or func._overloadpacket in READ_ON_HOST:
+        raise CapturedError(f"{func} waits for the host while a graph is recorded")
+
+
+def _is_view(result: Any, tensors: list[Tensor]) -> bool:
+    """Return whether a result is memory of an argument: nothing is computed."""
+    memory = {_on_cpu(each).untyped_storage().data_ptr() for each in tensors}
+    return any(each.untyped_storage().data_ptr() in memory for each in _tensors(result))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors of a result, or of nested arguments."""
+    found: list[Tensor] = []
+    _each(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, value)
+    return found
 
 
 def _each(function: Callable[[Any], Any], value: Any) -> Any:

@@ -38,7 +38,8 @@ TRAINING = "training, CPU and GPU"  # starts new interpreters
 STARTS_TRAINING = {TRAINING, "DeepSpeed", "saves", "speed, 190M", "speed, 1B"}
 NEEDS_GPU = {
     *(check.name for check in ON_ONE if check.name.startswith("Transformer Engine")),
-    *("DeepSpeed, kernels", "libraries", "saved checkpoints in vLLM"),
+    *("training, CUDA graph", "DeepSpeed, kernels"),
+    *("libraries", "saved checkpoints in vLLM"),
 }
 STRESSED = {TRAINING, "speed, 1B"}  # in small as speed, 190M
 

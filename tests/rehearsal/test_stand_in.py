@@ -6,7 +6,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from tests.rehearsal.stand_in import GPU, OnGPU, gpu
+from tests.rehearsal.stand_in import GPU, CapturedError, OnGPU, gpu
 
 # operations of a tensor [4, 4] on the GPU and of one on the CPU
 MIXES = {
@@ -121,3 +121,33 @@ def test_a_graph_computes_when_it_is_replayed_and_on_the_values_of_then():
         x.fill_(5)
         graph.replay()
         assert (x.tolist(), twice.tolist()) == ([6, 6], [10, 10])
+
+
+def test_a_graph_computes_new_tensors_and_gradients_again():
+    with gpu():
+        x = torch.ones(3, device=GPU)
+        weight = torch.full((3,), 2.0, device=GPU, requires_grad=True)
+        total = torch.zeros(3, device=GPU)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            zeros = torch.zeros(3, device=GPU)
+            loss = (zeros.add_(x) * weight.square()).sum()
+            loss.backward()
+            assert weight.grad is not None
+            total.add_(weight.grad)
+        assert total.tolist() == [0, 0, 0]
+        for factor in (1, 5):
+            x.fill_(factor)
+            graph.replay()
+            assert float(loss.detach()) == 12 * factor
+        assert total.tolist() == [24, 24, 24]  # 4 x, of both
+
+
+@pytest.mark.parametrize(
+    "waits", [lambda x: x.sum().item(), lambda x: x.add_(torch.ones(2).to(GPU))]
+)
+def test_a_graph_that_waits_for_the_host_is_refused(waits):
+    with gpu():
+        x = torch.ones(2, device=GPU)
+        with pytest.raises(CapturedError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            waits(x)

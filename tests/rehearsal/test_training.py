@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.rehearsal.stand_in import COPIES, OnGPU, aten, gpu
+from tests.rehearsal.stand_in import COPIES, READ_ON_HOST, OnGPU, gpu
 from tests.runs import draw_weights, make_run, python
 from train.run.config import load_run
 from train.run.directory import RunDirectory
+from train.run.environment import attempts
 from train.run.metrics import read_metrics
-from train.run.optimization import CosinePhase, ScheduleConfig
+from train.run.optimization import CosinePhase, ScheduleConfig, SmallerBatch
 from train.run.probe import ProbeConfig
 
 FIGURES = ("loss", "z_loss", "grad_norm", "held_out_loss")
@@ -50,6 +51,24 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path, inputs, preci
         assert done.returncode == 0, done.stderr[-3000:]
     assert len(figures(tmp_path / "gpu")) == 4
     assert figures(tmp_path / "gpu") == figures(tmp_path / "cpu")
+    (attempt,) = attempts(RunDirectory(tmp_path / "gpu").environment_json)
+    assert attempt["kernels"]["attention"] == "math"  # as the rehearsal wants it
+
+
+def test_a_run_by_a_graph_has_the_losses_of_one_without(tmp_path, inputs):
+    """In 8 microbatches, of which 6 are replayed; in a warm-up of the batch size there are 4."""
+    split: dict[str, Any] = {
+        "micro_batch_size": 1,
+        "batch_warmup": (SmallerBatch(until_step=1, batch_size=4),),
+        "precision": "bf16",
+        "recompute": "layers",
+    }
+    for device in ("cpu", "gpu"):
+        make_run(tmp_path / device, **inputs, **SHORT, **split, cuda_graphs=device == "gpu")
+        done = python("tests.rehearsal.processes", device, str(tmp_path / device))
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert len(figures(tmp_path / "gpu")) == 4
+    assert figures(tmp_path / "gpu") == figures(tmp_path / "cpu")
 
 
 def test_a_tensor_left_on_the_cpu_is_found(tmp_path, inputs):
@@ -58,9 +77,6 @@ def test_a_tensor_left_on_the_cpu_is_found(tmp_path, inputs):
     done = python("tests.rehearsal.processes", "gpu", str(tmp_path / "run"), left)
     assert done.returncode != 0
     assert "MixedDevicesError" in done.stderr
-
-
-READ_ON_HOST = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal}
 
 
 class Transfers(TorchDispatchMode):
@@ -78,7 +94,7 @@ class Transfers(TorchDispatchMode):
             self.counted["to host"] += 1
         if func._overloadpacket in COPIES:
             target, source = (
-                (result, args[0]) if func._overloadpacket is aten._to_copy else args[:2]
+                (result, args[0]) if func._overloadpacket is torch.ops.aten._to_copy else args[:2]
             )
             if isinstance(target, OnGPU) != isinstance(source, OnGPU):
                 self.counted["to host" if isinstance(source, OnGPU) else "to GPU"] += 1

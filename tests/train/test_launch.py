@@ -26,12 +26,13 @@ def test_a_profiled_run_has_the_same_losses(trained, tmp_path, inputs):
     with gzip.open(trace) as file:
         names = [event["name"] for event in json.load(file)["traceEvents"]]
     layers, steps, matrices = 2, 2, 4  # qkv, out, gate and up, down: one product forward, two back
-    products = names.count("aten::mm") + names.count("aten::addmm_")
+    products = names.count("aten::mm") + names.count("aten::addmm")
     assert products >= 3 * layers * steps * matrices
     assert not directory.watch.exists(), "of heartbeats nothing is left"
 
     (attempt,) = attempts(directory.environment_json)
     assert not attempt["deterministic"]
+    assert attempt["kernels"] == {"attention": "flash", "weight_gradients": "torch, in fp32"}
     assert attempt["variables"]["TORCH_FR_DUMP_TEMP_FILE"] == str(directory.flight_recorder)
 
 

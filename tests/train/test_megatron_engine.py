@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -77,7 +76,6 @@ def use_engine(run_dir: str, elsewhere: str, out: str) -> None:
     rank = Rank(run_dir, out)
     engine = rank.engine
     assert not any(tensor.any() for _, _, tensor in rank.slots())
-    check_accumulation(engine._pipeline.model.config)
     nothing = Batch(BATCHES[0], torch.zeros(8, 32, dtype=torch.bool)).of_replica(engine.replica)
     rank.save("start")
     assert engine.evaluate(nothing) == 0
@@ -118,20 +116,6 @@ def use_engine(run_dir: str, elsewhere: str, out: str) -> None:
     assert layers_in_fp8(engine, lambda: engine.evaluate(nothing)) > 0
     assert layers_in_fp8(engine, lambda: engine.probe(BATCHES[0][:2, :-1])) == 0
     reload_slots(elsewhere, out).close()
-
-
-def check_accumulation(config: Any) -> None:
-    """Transformer Engine's linears add up gradients themselves; mcore's, which needs Apex, not."""
-    from train.megatron.transformer_engine import _accumulating
-
-    class Linear:
-        def __init__(self, *sizes: int, config: Any) -> None:
-            self.sizes, self.fuses = sizes, config.gradient_accumulation_fusion
-
-    config = replace(config, gradient_accumulation_fusion=False)  # as on a GPU
-    linear = _accumulating(Linear)(4, 8, config=config)
-    assert (linear.sizes, linear.fuses) == ((4, 8), True)
-    assert not config.gradient_accumulation_fusion
 
 
 @contextmanager

@@ -35,6 +35,7 @@ def edit(run_dir: Path, changes: dict[str, Any]) -> None:
 
 SMALLER = {"until_step": 3, "batch_size": 4}
 FP8 = {"precision": "fp8"}
+GRAPHS: dict[str, Any] = {"cuda_graphs": True, "micro_batch_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,9 @@ FP8 = {"precision": "fp8"}
             FP8 | {"kernels": "transformer_engine", "probe": {"every_steps": 5}},
             "set precision to 'bf16' or remove probe",
         ),
+        (GRAPHS | {"data.document_mask": True}, "cuda_graphs does not go with data.document_mask"),
+        (GRAPHS | {"parallel.pipeline": 2}, "does not go with parallel.tensor or parallel.pipe"),
+        (GRAPHS | {"engine": "deepspeed"}, "does not go with engine 'deepspeed'"),
     ],
 )
 def test_a_bad_run_is_refused(tmp_path, inputs, changes, words):
@@ -86,6 +90,7 @@ def test_a_bad_run_is_refused(tmp_path, inputs, changes, words):
     ("changes", "words"),
     [
         ({"kernels": "transformer_engine"}, "need a GPU, there is none here; set kernels to"),
+        (GRAPHS, "cuda_graphs needs a GPU, there is none here"),
         ({"optimizer.undecayed": ["q_proj"]}, "one matrix here; spare all of them or none"),
     ],
 )
@@ -103,6 +108,13 @@ def test_batch_that_does_not_fit_the_processes(tmp_path, inputs):
     assert len(lines) == 1
     assert "batch_size 6 is not a multiple of data-parallel size 2 x micro_batch_size 2" in lines[0]
     assert done.returncode != 0
+
+
+def test_a_step_too_short_for_a_graph(tmp_path, inputs):
+    run = make_run(tmp_path / "run", **inputs, **GRAPHS)  # 4 microbatches
+    assert run.data_parallel_size(1) == 1
+    with pytest.raises(UserError, match="and there are 2; set micro_batch_size lower"):
+        run.data_parallel_size(2)
 
 
 def test_world_size_that_does_not_fit_the_layout(tmp_path, inputs):

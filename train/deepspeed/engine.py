@@ -30,6 +30,7 @@ from train.deepspeed.setup import deepspeed_config, join
 from train.deepspeed.sharding import Sharding, by_piece
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
+from train.model.attention import attention_kernel
 from train.model.config import hidden_matrices
 from train.model.losses import Targets
 from train.optimizers import matrices
@@ -98,6 +99,25 @@ class DeepSpeedEngine:
     def layout(self) -> dict[str, int]:
         """Return parallel sizes by name, and ZeRO's stage."""
         return {"tensor": 1, "pipeline": 1, "data": self.data_parallel, "zero": self.run.zero.stage}
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Return what computes attention, as transformers calls it, and gradients of weights."""
+        run, model = self.run, self.run.model
+        shape = run.micro_batch_size, run.data.sequence_length, -1, model.head_dim
+        dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
+        query, key, value = (
+            torch.empty(*shape[:2], number * model.head_dim, dtype=dtype, device=self.device)
+            .view(shape)
+            .transpose(1, 2)
+            for number in (model.num_attention_heads, *[model.num_key_value_heads] * 2)
+        )
+        mask = None
+        if run.data.document_mask:
+            square = shape[0], 1, shape[1], shape[1]
+            mask = torch.empty(square, dtype=torch.bool, device=self.device)
+        attention = attention_kernel(query, key, value, mask)
+        return {"attention": attention, "weight_gradients": "torch, in the weights' dtype"}
 
     def train_step(
         self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]

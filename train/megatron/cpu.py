@@ -8,7 +8,6 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,27 +47,6 @@ def _stand_in_for_cuda() -> None:
     replace(torch, "tensor", _on_cpu(torch.tensor))
 
 
-def _accumulate(inputs: torch.Tensor, of_outputs: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add the gradient of a linear's weight to the gradient buffer."""
-    if inputs.dtype == gradient.dtype:
-        gradient.addmm_(of_outputs.t(), inputs)  # in one pass, without another gradient
-    else:
-        gradient.add_(of_outputs.t() @ inputs)
-
-
-def _stand_in_for_apex() -> None:
-    """Give mcore's linears what they call of Apex under `gradient_accumulation_fusion`.
-
-    Transformer Engine, which a container has, would keep their dummy gradients on a GPU.
-    """
-    from megatron.core.tensor_parallel import layers
-
-    replace(layers, "_grad_accum_fusion_available", True)
-    replace(layers, "HAVE_TE", False)
-    linears: Any = layers
-    linears.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate)
-
-
 def _import_without_compiler() -> None:
     """Import megatron-core without torch.compile: 1.5 s, for functions that no CPU calls."""
     compiler = replace(torch, "compile", lambda function: function)
@@ -92,4 +70,3 @@ if not torch.cuda.is_available():
     _silence_megatron()
     _stand_in_for_cuda()
     _import_without_compiler()
-    _stand_in_for_apex()

@@ -27,6 +27,7 @@ from train.distributed import gathered
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.megatron import transformer_engine
+from train.megatron.layers import kernel_of_attention
 from train.megatron.model import (
     global_parameters,
     initialize_groups,
@@ -56,6 +57,8 @@ class MegatronEngine:
     def __init__(self, run: RunConfig, device: torch.device) -> None:
         if run.kernels == "transformer_engine":
             transformer_engine.check_can_run(run.precision)
+        if run.cuda_graphs and device.type == "cpu":
+            raise UserError("cuda_graphs needs a GPU, there is none here; set cuda_graphs to false")
         self.run = run
         self.data_parallel = run.data_parallel_size(dist.get_world_size())
         initialize_groups(run)
@@ -85,6 +88,20 @@ class MegatronEngine:
             "pipeline": parallel.pipeline,
             "data": self.data_parallel,
         }
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Return the kernels of attention and of weight gradients."""
+        run = self.run
+        if run.kernels == "transformer_engine":
+            return dict.fromkeys(("attention", "weight_gradients"), "transformer_engine")
+        attention = kernel_of_attention(
+            self._pipeline.model.module.decoder.layers[0],
+            run.data.sequence_length,
+            run.micro_batch_size,
+            documents=run.data.document_mask,
+        )
+        return {"attention": attention, "weight_gradients": "torch, in fp32"}
 
     def train_step(
         self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]

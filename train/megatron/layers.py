@@ -28,7 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from train.model.accumulation import embedded
-from train.model.documents import attention_in_documents
+from train.model.attention import attention_kernel
+from train.model.documents import attention_in_documents, takes_packed
 from train.model.elementwise import normed, normed_and_rotated, swiglu
 from train.model.recomputing import recomputed
 
@@ -149,6 +150,21 @@ class CausalAttention(nn.Module):
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 
 
+def kernel_of_attention(
+    layer: "Olmo2Layer", length: int, sequences: int, *, documents: bool
+) -> str:
+    """Return the name of the kernel that `CausalAttention` takes in a layer for such sequences."""
+    weight = layer.self_attention.linear_qkv.weight
+    if documents and takes_packed(weight):
+        return "flash, packed documents"
+    qkv = torch.empty(length, sequences, len(weight), dtype=weight.dtype, device=weight.device)
+    query, key, value = layer.heads(qkv)
+    # The rotary embedding writes queries and keys to memory of their own.
+    heads = (x.permute(1, 2, 0, 3) for x in (query.contiguous(), key.contiguous(), value))
+    with _fused_kernels(query):
+        return attention_kernel(*heads)
+
+
 def _fused_kernels(query: Tensor) -> AbstractContextManager[Any]:
     """Have a GPU take cuDNN's attention, else flash attention, else raise RuntimeError.
 
@@ -186,8 +202,10 @@ class Olmo2Layer(TransformerLayer):
         """Return the next hidden states [S, B, H], and no context of cross-attention."""
         inputs = hidden_states, attention_mask, packed_seq_params
         if self.recompute == "layers" and torch.is_grad_enabled():
+            # Reentrant: the other kind hands a linear a copy of its weight in backward, which has
+            # no gradient buffer, and DDP would not hear that the weight's gradient is complete.
             output = checkpoint(
-                self._computed, *inputs, use_reentrant=False, preserve_rng_state=False
+                self._computed, *inputs, use_reentrant=True, preserve_rng_state=False
             )
         else:
             output = self._computed(*inputs)

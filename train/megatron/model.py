@@ -30,6 +30,7 @@ from torch import Tensor
 from train.megatron import transformer_engine
 from train.megatron.layers import CausalAttention, Embedding, Olmo2Layer, RMSNorm, post_normed
 from train.megatron.loss import Head
+from train.megatron.weight_gradients import keep_fp32
 from train.model import megatron_names
 from train.model.config import ModelConfig
 from train.model.precision import Precision, dtype_of
@@ -40,7 +41,7 @@ PARAMETER_DTYPE = {precision: DTYPES[dtype_of(precision)] for precision in get_a
 
 
 def transformer_config(run: RunConfig) -> TransformerConfig:
-    """Return megatron-core's configuration of this run. Fusions that need Apex are off."""
+    """Return megatron-core's configuration of this run. Fusions by kernels of Apex are off."""
     model, parallel, dtype = run.model, run.parallel, PARAMETER_DTYPE[run.precision]
     fields: dict[str, Any] = {}
     if run.kernels == "transformer_engine":
@@ -68,7 +69,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        gradient_accumulation_fusion=not torch.cuda.is_available(),  # by `train.megatron.cpu`
+        gradient_accumulation_fusion=True,  # by `train.megatron.weight_gradients`
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -142,7 +143,9 @@ def build_model(run: RunConfig, config: TransformerConfig, device: torch.device)
         # By this the gradient norm counts every weight once; Transformer Engine sets it itself.
         if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)
-    return model.to(device)
+    model.to(device)
+    keep_fp32(model)
+    return model
 
 
 def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:

@@ -15,14 +15,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from train.data.batches import Batch
+from train.megatron.cuda_graph import MicrobatchGraph, Report
 from train.megatron.data_parallel import DataParallel
 from train.megatron.model import build_model
 from train.model.documents import document_bounds
 from train.model.losses import Targets
 from train.run.config import RunConfig
 
-Report = dict[str, Tensor]
 Loss = Callable[[Batch, Tensor], tuple[Tensor, Report]]
+Microbatches = Iterator[tuple[int, Batch]]  # with their places in the step
+Step = tuple[Tensor, Callable[[Tensor], tuple[Tensor, Report]]]  # an output, and its loss
 
 
 class Pipeline:
@@ -32,6 +34,7 @@ class Pipeline:
         self.run, self.device = run, device
         self.model = DataParallel(config, build_model(run, config, device), device)
         self._schedule = get_forward_backward_func()
+        self._graph = MicrobatchGraph(self._differentiate) if run.cuda_graphs else None
 
     def losses(self, batch: Batch, *, forward_only: bool) -> Tensor:
         """Return sums of cross-entropy and z-loss over this replica's counted labels, and their
@@ -76,9 +79,12 @@ class Pipeline:
     def _run(self, microbatches: list[Batch], loss: Loss, *, forward_only: bool) -> list[Report]:
         """Run microbatches through the pipeline; return their reports, on its last stage."""
         sequences, length = microbatches[0].counted_BS.shape
+        step = partial(self._forward_step, loss)
+        if self._graph is not None and not forward_only:
+            step = partial(self._replayed_step, self._graph, len(microbatches))
         reports: list[Report] = self._schedule(
-            forward_step_func=partial(self._forward_step, loss),
-            data_iterator=[iter(microbatches)],
+            forward_step_func=step,
+            data_iterator=[iter(enumerate(microbatches))],
             model=[self.model],
             num_microbatches=len(microbatches),
             micro_batch_size=sequences,
@@ -87,10 +93,26 @@ class Pipeline:
         )
         return reports
 
-    def _forward_step(
-        self, loss: Loss, microbatches: Iterator[Batch], model: DataParallel
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Report]]]:
-        batch = next(microbatches)
+    def _replayed_step(
+        self, graph: MicrobatchGraph, number: int, microbatches: Microbatches, model: DataParallel
+    ) -> Step:
+        """Compute as `_forward_step` does; in the middle of a step differentiate at once."""
+        index, batch = next(microbatches)
+        if index in (0, number - 1):
+            return self._forward_step(self._loss, iter([(index, batch)]), model)
+        report = graph.replay(batch, number)
+        # mcore goes back only from what has a gradient.
+        return batch.counted_BS.new_zeros((), dtype=torch.float32), lambda zero: (zero, report)
+
+    def _differentiate(self, batch: Batch, number: int) -> Report:
+        """Add the gradients of one of so many microbatches to the buffers, as mcore does."""
+        hidden_SBH, loss_of = self._forward_step(self._loss, iter([(0, batch)]), self.model)
+        loss, report = loss_of(hidden_SBH)
+        (loss / number).backward()
+        return report
+
+    def _forward_step(self, loss: Loss, microbatches: Microbatches, model: DataParallel) -> Step:
+        _, batch = next(microbatches)
         inputs_BS = batch.tokens_BS[:, :-1]
         positions_BS = torch.arange(batch.counted_BS.shape[1], device=self.device).expand_as(
             batch.counted_BS

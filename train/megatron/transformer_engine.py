@@ -4,7 +4,6 @@ The parameters have the names and shapes of `train.megatron.layers`, so checkpoi
 of kernels.
 """
 
-import copy
 import importlib.util
 import os
 from dataclasses import replace
@@ -14,7 +13,6 @@ import torch
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from base.errors import UserError
@@ -115,27 +113,10 @@ def kernels() -> dict[str, Any]:
     )
 
     return {
-        "column": _accumulating(TEColumnParallelLinear),
-        "row": post_normed(_accumulating(TERowParallelLinear)),
+        "column": TEColumnParallelLinear,
+        "row": post_normed(TERowParallelLinear),
         "attention": with_documents(TEDotProductAttention),
     }
-
-
-def _accumulating(linear: Any) -> Any:
-    """Return a linear whose matrix product adds the weight's gradient to the fp32 buffer itself.
-
-    The setting is in a copy of the configuration: mcore's own linear, the head, needs Apex for it.
-    """
-
-    class Accumulating(linear):  # type: ignore[misc]
-        """A linear with gradient accumulation fused."""
-
-        def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
-            fused = copy.copy(config)
-            fused.gradient_accumulation_fusion = True
-            super().__init__(*args, config=fused, **kwargs)
-
-    return Accumulating
 
 
 def with_documents(attention: Any) -> Any:

@@ -2,7 +2,8 @@
 
 In bf16 a sum of many parts loses the small ones: its error would grow with the number of tokens in
 a microbatch, and so `micro_batch_size` would change what a run learns. Gradients are summed here
-in fp32 and rounded once. The engines' models and the dual layers of `curvature` call what is here.
+in fp32; autograd rounds them to the `grad_dtype` of their weight, which is the weight's own unless
+somebody sets another. The engines' models and the dual layers of `curvature` call what is here.
 
 Shapes: C tokens of a chunk, N tokens in any arrangement, A and B features, V rows of an embedding,
 H hidden size.
@@ -49,21 +50,21 @@ class _Embedded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids_N: Tensor, weight_VH: Tensor) -> Tensor:
         ctx.save_for_backward(ids_N)
-        ctx.num_rows, ctx.dtype = len(weight_VH), weight_VH.dtype
+        ctx.num_rows = len(weight_VH)
         return F.embedding(ids_N, weight_VH)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_NH: Tensor) -> Any:  # type: ignore[override]
         (ids_N,) = ctx.saved_tensors
-        wide_NH = gradient_NH.to(torch.promote_types(ctx.dtype, torch.float32))
+        wide_NH = gradient_NH.to(torch.promote_types(gradient_NH.dtype, torch.float32))
         if torch.are_deterministic_algorithms_enabled():  # the other kernel adds in any order
             sums_VH = wide_NH.new_zeros(ctx.num_rows, wide_NH.shape[-1])
             sums_VH.index_put_((ids_N,), wide_NH, accumulate=True)
         else:
             # -1 and False: no padding token, and no scaling by frequency.
             sums_VH = aten.embedding_dense_backward(wide_NH, ids_N, ctx.num_rows, -1, False)
-        return None, sums_VH.to(ctx.dtype)
+        return None, sums_VH
 
 
 def embedded(ids_N: Tensor, weight_VH: Tensor) -> Tensor:

@@ -53,6 +53,11 @@ def unpacked(x_TH: Tensor, like_SBNE: Tensor) -> Tensor:
     return x_TH.view(sequences, length, -1).transpose(0, 1).contiguous()
 
 
+def takes_packed(x: Tensor) -> bool:
+    """Return whether attention takes a tensor's dtype and device as one row of packed documents."""
+    return x.is_cuda and x.dtype != torch.float32
+
+
 def attention_in_documents(
     query_SBNE: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int
 ) -> Tensor:
@@ -62,7 +67,7 @@ def attention_in_documents(
     device, `longest` is the largest difference of two.
     """
     query_TNE, key, value = (packed(x) for x in (query_SBNE, key, value))
-    if query_SBNE.is_cuda and query_SBNE.dtype != torch.float32:
+    if takes_packed(query_SBNE):
         out_TNE = varlen_attn(
             query_TNE,
             key,

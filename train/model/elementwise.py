@@ -24,14 +24,25 @@ from train.model.rotary import rotated, rotations
 Group = dist.ProcessGroup | None  # ranks that have other heads of the same tokens
 
 
-def compiled_on_gpu[Function: Callable[..., Any]](function: Function) -> Function:
+# Have the compiler compute all gradients of a norm in one pass: it fuses the sums over features and
+# over tokens of fixed shapes only, and would write what both read, which is of several tensors.
+ONE_PASS: dict[str, Any] = {"dynamic": False, "options": {"realize_reads_threshold": 16}}
+
+
+def compiled_on_gpu[Function: Callable[..., Any]](
+    function: Function, settings: dict[str, Any] | None = None
+) -> Function:
     """Return the function compiled by torch where there are a GPU and a C compiler.
 
     Elsewhere it runs line by line, in more passes; `train.run.launch` says so of a GPU.
     """
     compiles = torch.cuda.is_available() and has_compiler()
-    compiled: Any = torch.compile(function) if compiles else function
+    compiled: Any = torch.compile(function, **(settings or {})) if compiles else function
     return compiled  # type: ignore[no-any-return]
+
+
+def _in_one_pass[Function: Callable[..., Any]](function: Function) -> Function:
+    return compiled_on_gpu(function, ONE_PASS)
 
 
 def _over_ranks(sums: list[Tensor], group: Group) -> list[Tensor]:
@@ -72,6 +83,11 @@ def _norm_gradients(
     With n = x / rms(x) and y = w n: dw is the sum of dy n over tokens, and
     dx = (w dy - n <w dy, n> / features) / rms(x).
     """
+    # One axis of tokens: the compiler fuses sums along the rows of a matrix and along its columns.
+    shapes = [x.shape for x in tensors]
+    tensors, inverses, gradients = (
+        [x.flatten(0, 1) for x in each] for each in (tensors, inverses, gradients)
+    )
     normed = [x * inverse for x, inverse in zip(tensors, inverses, strict=True)]
     products = [dy * n for dy, n in zip(gradients, normed, strict=True)]
     dots = _over_ranks(
@@ -82,15 +98,13 @@ def _norm_gradients(
         group,
     )
     by_input = []
-    for x, n, weight, inverse, dy, dot in zip(
-        tensors, normed, weights, inverses, gradients, dots, strict=True
+    for x, n, weight, inverse, dy, dot, shape in zip(
+        tensors, normed, weights, inverses, gradients, dots, shapes, strict=True
     ):
         along = (dy * weight.float()).mul_(inverse)
-        by_input.append(along.addcmul_(n, dot * inverse / -_num_features(x, group)).to(x.dtype))
-    # Summed over all tokens in fp32, and rounded once.
-    by_weight = [
-        product.sum((0, 1)).to(w.dtype) for product, w in zip(products, weights, strict=True)
-    ]
+        by_x = along.addcmul_(n, dot * inverse / -_num_features(x, group)).to(x.dtype)
+        by_input.append(by_x.view(shape))
+    by_weight = [product.sum(0) for product in products]  # over all tokens, left in fp32
     return by_input + by_weight
 
 
@@ -105,7 +119,7 @@ def _normed(
     return normed.to(x.dtype), inverse
 
 
-@compiled_on_gpu
+@_in_one_pass
 def _normed_gradients(x: Tensor, weight: Tensor, inverse: Tensor, gradient: Tensor) -> list[Tensor]:
     return _norm_gradients([x], [weight], [inverse], [gradient.float()], None)
 
@@ -163,7 +177,7 @@ def _heads(
     return outputs, inverses
 
 
-@compiled_on_gpu
+@_in_one_pass
 def _heads_gradients(
     heads: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -176,9 +190,9 @@ def _heads_gradients(
     rows = [head.flatten(2) for head in heads]
     # The gradient of a rotation is the rotation back.
     back = [rotated(gradient.contiguous(), cos, -sin).flatten(2) for gradient in gradients]
-    *by_rows, by_query_weight, by_key_weight = _norm_gradients(rows, weights, inverses, back, group)
-    by_heads = [by_x.view(head.shape) for by_x, head in zip(by_rows, heads, strict=True)]
-    return [*by_heads, by_query_weight, by_key_weight]
+    by_inputs = _norm_gradients(rows, weights, inverses, back, group)
+    by_heads = [by_x.view(head.shape) for by_x, head in zip(by_inputs, heads, strict=False)]
+    return by_heads + by_inputs[len(heads) :]
 
 
 class _Heads(torch.autograd.Function):
@@ -202,8 +216,16 @@ class _Heads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
         saved, (cos, sin) = ctx.saved_tensors, ctx.turns
-        inputs = _heads_gradients(saved[:2], saved[2:4], saved[4:], gradients, cos, sin, ctx.group)
-        return *inputs, None, None, None
+        inputs = saved[:2], saved[2:4], saved[4:], gradients
+        if ctx.group is None:
+            by_query, by_key = (
+                _heads_gradients([head], [weight], [inverse], [gradient], cos, sin, None)
+                for head, weight, inverse, gradient in zip(*inputs, strict=True)
+            )
+            by_inputs = [by_query[0], by_key[0], by_query[1], by_key[1]]
+        else:  # both together, for one reduction
+            by_inputs = _heads_gradients(*inputs, cos, sin, ctx.group)
+        return *by_inputs, None, None, None
 
 
 def normed_and_rotated(

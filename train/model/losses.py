@@ -33,8 +33,8 @@ def head_losses(
 
     The loss is cross-entropy and z-loss in fp32, over the number of labels; the sums [2] are both
     over counted labels, in nats, in fp64. First-order gradients are exact; they are computed here,
-    in the forward pass, chunk by chunk. That by the weight is summed in fp32 and rounded once, so
-    that it does not depend on the number of chunks.
+    in the forward pass, chunk by chunk. That by the weight is summed in fp32, so that it does not
+    depend on the number of chunks.
 
     Args:
         hidden_TH: the inputs of the head, whose dtype the factors of all products have.
@@ -58,7 +58,6 @@ class _HeadLosses(torch.autograd.Function):
         group: Group,
         differentiate: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.dtype = weight_VH.dtype
         weight_VH = weight_VH.to(hidden_TH.dtype)
         sums = torch.zeros(2, dtype=torch.float64, device=hidden_TH.device)
         num_labels = len(targets.labels_T)
@@ -104,7 +103,7 @@ class _HeadLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:  # type: ignore[override]
         # Backward comes once, so the saved tensors may be scaled in place.
         by_hidden_TH, by_weight_VH = (saved.mul_(gradient) for saved in ctx.saved_tensors)
-        return by_hidden_TH, by_weight_VH.to(ctx.dtype), None, None, None
+        return by_hidden_TH, by_weight_VH, None, None, None
 
 
 def _rows_of_this_rank(labels_C: Tensor, num_rows: int, group: Group) -> tuple[Tensor, Tensor]:

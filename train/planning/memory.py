@@ -170,28 +170,29 @@ def _activations(config: RunConfig, stage: int, num_micro: int) -> dict[str, int
     loss = _loss_bytes(config, tokens) if stage == parallel.pipeline - 1 else 0
     components["logits and loss"] = loss
     if stage == 0:  # summed when the activations of its microbatch are gone
-        embedding = _weight_gradient_bytes(config)
+        embedding = _embedding_gradient_bytes(config)
         components["gradient of the embedding"] = max(0, embedding - kept - again - loss)
+    if config.cuda_graphs:  # the microbatch in the graph has memory of its own
+        components["CUDA graph"] = sum(components.values())
     return components
 
 
-def _weight_gradient_bytes(config: RunConfig) -> int:
-    """Return the bytes of the gradient of embedding or head: an fp32 sum, and that rounded."""
-    d, rows = bytes_of_weight(config), config.model.vocab_size // config.parallel.tensor
-    return rows * config.model.hidden_size * (FP32 + (d if d != FP32 else 0))
+def _embedding_gradient_bytes(config: RunConfig) -> int:
+    """Return the bytes of the embedding's gradient: an fp32 sum."""
+    rows = config.model.vocab_size // config.parallel.tensor
+    return rows * config.model.hidden_size * FP32
 
 
 def _loss_bytes(config: RunConfig, tokens: int) -> int:
     """Return the bytes of the head and the loss of a microbatch.
 
-    They are the gradient by hidden states, and that by the weight as an fp32 sum: with a chunk's
-    logits and their gradient while it is summed, then with what it is rounded to.
+    They are the gradient by hidden states, that by the weight as an fp32 sum, and a chunk's logits
+    and their gradient.
     """
     d, rows = _bytes_of_factor(config), config.model.vocab_size // config.parallel.tensor
     hidden_size = config.model.hidden_size
     logits = 2 * min(tokens, LOSS_CHUNK_TOKENS) * rows * d
-    summing = rows * hidden_size * FP32 + logits
-    return tokens * hidden_size * d + max(summing, _weight_gradient_bytes(config))
+    return tokens * hidden_size * d + rows * hidden_size * FP32 + logits
 
 
 def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:

@@ -58,8 +58,8 @@ class RunConfig(Frozen):
 
     # None of these changes an update, but for rounding: a run may resume with others.
     NOT_IDENTITY = frozenset(
-        {"name", "parallel", "zero", "kernels", "recompute", "micro_batch_size", "saving"}
-        | {"observe_every_steps", "probe", "factors"}
+        {"name", "parallel", "zero", "kernels", "recompute", "cuda_graphs", "micro_batch_size"}
+        | {"saving", "observe_every_steps", "probe", "factors"}
     )
 
     name: str = Field(pattern=NAME_PATTERN)
@@ -94,6 +94,11 @@ class RunConfig(Frozen):
         default="none",
         description="selective: norms, rotary embedding and SwiGLU, megatron only; layers:"
         " activations, layer by layer",
+    )
+    cuda_graphs: bool = Field(
+        default=False,
+        description="replay one CUDA graph for all microbatches of a step but the first and the"
+        " last, which takes the memory of a microbatch once more; megatron on GPUs only",
     )
     saving: SavingConfig = SavingConfig()
     total_steps: int = Field(gt=0)
@@ -147,6 +152,7 @@ class RunConfig(Frozen):
             raise ValueError(f"an average is listed twice among {', '.join(names)}")
 
         self._check_engine()
+        self._check_graphs()
         self._check_layout()
         if self.probe:
             self.probe.check(self.model, self.data, self.parallel, self.precision)
@@ -197,6 +203,19 @@ class RunConfig(Frozen):
         for name, is_set in of_megatron.items():
             if is_set:
                 raise ValueError(f"{name} belongs to the megatron engine; set engine to megatron")
+
+    def _check_graphs(self) -> None:
+        """Raise ValueError where a graph of a microbatch would not be right."""
+        other = {
+            "engine 'deepspeed'": self.engine == "deepspeed",
+            "kernels 'transformer_engine'": self.kernels == "transformer_engine",
+            "parallel.tensor or parallel.pipeline": self.parallel != ParallelConfig(),
+            # Documents are of another number and length in every microbatch.
+            "data.document_mask": self.data.document_mask,
+        }
+        for name, is_set in other.items():
+            if self.cuda_graphs and is_set:
+                raise ValueError(f"cuda_graphs does not go with {name}; set cuda_graphs to false")
 
     def _check_layout(self) -> None:
         model, parallel = self.model, self.parallel
@@ -292,6 +311,12 @@ class RunConfig(Frozen):
             raise UserError(
                 f"batch_size {size} is not a multiple of data-parallel size {replicas} x"
                 f" micro_batch_size {self.micro_batch_size}; change one of them"
+            )
+        number = self.batch_size // (replicas * self.micro_batch_size)
+        if self.cuda_graphs and number < 3:
+            raise UserError(
+                "cuda_graphs replays all but the first and the last microbatch of a step, and there"
+                f" are {number}; set micro_batch_size lower, or cuda_graphs to false"
             )
         return replicas
 
