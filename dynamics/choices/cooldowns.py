@@ -114,7 +114,7 @@ def cost(study: Study, extended: Study) -> Iterator[str]:
     more = trained_tokens(extended) - trained_tokens(study)
     # As branches they train from a checkpoint on; as whole runs they would train all of it.
     alone = sum(run.total_tokens for run in added)
-    hours = gpu_hours(extended) - gpu_hours(study)
+    hours = gpu_hours(extended).expected - gpu_hours(study).expected
     disk = sum(needed_bytes(extended).values()) - sum(needed_bytes(study).values())
     yield (
         f"{len(added)} cooldown{'s' * (len(added) > 1)}: {amount_name(more).upper()} tokens,"

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from study.machine.disk import GB, gigabytes, needed_bytes, restart_bytes
 from study.machine.needs import HESSIAN, Needs, TrainingLayout
-from study.recipes.shown import gpu_hours
 from study.steps import steps_of
+from train.planning.flops import GPUS_PER_NODE
 from train.planning.memory import rank_memory
-
-GPUS_OF_A_NODE = 8
+from train.planning.plan import in_words
+from train.planning.speed import GpuHours, gpu_hours
 
 
 def estimate_lines(needs: Needs) -> Iterator[str]:
@@ -37,12 +37,14 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
             verdict = ": DOES NOT FIT" if memory and memory > hardware.gpu_bytes else ""
             words = f"{_gpus(needs.gpus(step))}, sharding {needs.sharding(step)}"
             yield f"    {kind}: {words}; {size}{verdict}"
-    training_hours = gpu_hours(study, hardware.kind)
-    yield (
-        f"    training: {training_hours / len(hardware.gpus):,.3g} hours if no GPU idles,"
-        f" {training_hours:,.3g} GPU-hours"
+    hours = gpu_hours(
+        needs.trainings.values(),
+        gpus_per_node=min(len(hardware.gpus), GPUS_PER_NODE),
+        gpu=hardware.gpu,
     )
-    if len(hardware.gpus) > GPUS_OF_A_NODE:
+    if_none_idles = GpuHours(*(each / len(hardware.gpus) for each in hours))
+    yield f"    training: {if_none_idles} hours if no GPU idles, {hours} GPU-hours"
+    if len(hardware.gpus) > GPUS_PER_NODE:
         yield "    several nodes: start it with python -m slurm; these commands are for one"
 
 
@@ -64,15 +66,12 @@ def _gpus(count: int) -> str:
 
 def _in_words(training: TrainingLayout) -> str:
     run, ranks = training
-    split = f"ZeRO stage {run.zero.stage}"
-    if run.engine == "megatron":
-        split = f"tensor {run.parallel.tensor}, pipeline {run.parallel.pipeline}"
     recomputed = {
         "none": "",
         "selective": ", norms and SwiGLU recomputed",
         "layers": ", layers recomputed",
     }[run.recompute]
     return (
-        f"{_gpus(ranks)}, {split}, micro batch {run.micro_batch_size}{recomputed};"
+        f"{_gpus(ranks)}, {in_words(run)}, micro batch {run.micro_batch_size}{recomputed};"
         f" {rank_memory(run, ranks).bytes / GB:.1f} GB of each"
     )

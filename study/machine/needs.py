@@ -21,15 +21,14 @@ from study.machine.hardware import UNKNOWN_BYTES, Hardware
 from study.paths import hf_directory
 from study.step import Machine, Step, torchrun
 from train.model.config import hf_settings
-from train.planning.flops import GPUS
-from train.planning.plan import fit, memory_if_it_fits, ranks_for
+from train.planning.flops import GPUS, GPUS_PER_NODE
+from train.planning.plan import fit, in_its_split, ranks_for
 from train.run.config import RunConfig, dump_run, load_run
 from train.run.directory import RunDirectory
 
 ON_GPU = frozenset({"train", *(kind.name for kind, _ in KINDS)})
 HESSIAN = frozenset(kind.name for kind, _ in KINDS if kind.shares_model)
 SHARED = frozenset(kind.name for kind, _ in KINDS if kind.shares_work)
-GPUS_PER_NODE = 8  # of machines larger than one node
 MACHINES = (1, 2, 4, 8, 16, 32, 64, 128)  # GPUs that are tried
 # Bytes of a weight in fp32 of the step, of a random one, and of the moved weights.
 STEP_BYTES = 3 * 4
@@ -68,16 +67,16 @@ class Needs:
         )
 
     def _training(self, run: RunConfig) -> TrainingLayout:
-        """Return the run on its share of the GPUs, in its own layout if that fits."""
+        """Return the run on its share of the GPUs, in its own split if that fits."""
         gpus, gpu = len(self.hardware.gpus), self.hardware.gpu
         if not gpus:
             return TrainingLayout(run, self.study.ranks)
         counts, node = _counts(gpus), min(gpus, GPUS_PER_NODE)
-        # The layout of the recipe itself, on as many GPUs as hold it, before any other.
-        fitting = {n: run for n in counts if memory_if_it_fits(run, n, gpu.memory_bytes)}
-        if not fitting:
-            changed = {n: fit(run, n, gpus_per_node=node, gpu=gpu) for n in counts}
-            fitting = {n: other for n, other in changed.items() if other}
+        # The split of the recipe itself, on as many GPUs as hold it, before any other.
+        fitting: dict[int, RunConfig] = {}
+        for layout in (in_its_split, fit):
+            changed = {n: layout(run, n, gpus_per_node=node, gpu=gpu) for n in counts}
+            fitting = fitting or {n: other for n, other in changed.items() if other}
         if not fitting:
             raise UserError(no_layout(run, self.study, str(self.hardware)))
         # Branches wait for their parents, so only the others can start at once.

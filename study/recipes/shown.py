@@ -1,6 +1,6 @@
 """Recipes and studies in words, and the cost of training: `python -m study list` and `show`.
 
-The cost is hours of one GPU, an estimate: none was measured on a GPU.
+The cost is hours of one GPU by the roofline, expected and their range.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,9 @@ from study.definition import Study
 from study.recipes.parts import PROFILES
 from study.recipes.resolve import named_recipe, recipe_names, resolve
 from study.released import ReleasedRun
-from train.planning.flops import GPUS, assumed_mfu, flops_per_token
+from train.planning import speed
+from train.planning.flops import GPUS, GPUS_PER_NODE
+from train.planning.speed import GpuHours
 from train.run.config import RunConfig
 from train.run.schedules import first_step
 
@@ -28,15 +30,10 @@ def trained_tokens(study: Study) -> int:
     return sum(map(_tokens, study.trained))
 
 
-def gpu_hours(study: Study, gpu: str = "h100") -> float:
-    """Return the hours of one GPU that training takes at `assumed_mfu`."""
-    return sum(
-        _tokens(run)
-        * flops_per_token(run.model, run.data.sequence_length)
-        / (assumed_mfu(run.model) * GPUS[gpu].peak_flops)
-        / 3600
-        for run in study.trained
-    )
+def gpu_hours(study: Study) -> GpuHours:
+    """Return the hours of an H100 that training takes, on one replica of every run."""
+    layouts = [(run, run.parallel.tensor * run.parallel.pipeline) for run in study.trained]
+    return speed.gpu_hours(layouts, gpus_per_node=GPUS_PER_NODE, gpu=GPUS["h100"])
 
 
 def recipe_lines() -> Iterator[str]:
@@ -49,10 +46,9 @@ def recipe_lines() -> Iterator[str]:
             continue
         study = resolve(name)
         cost = f"{amount_name(trained_tokens(study)).upper()} tokens"
-        hours, mfu = gpu_hours(study), assumed_mfu(study.trained[0].model)
-        if hours >= SHORTEST_HOURS:
-            amount = f"{hours:,.{0 if hours >= 1 else 1}f}"
-            cost += f", {amount} H100-hours of training at {mfu:.0%} of the peak"
+        hours = gpu_hours(study)
+        if hours.expected >= SHORTEST_HOURS:
+            cost += f", {hours} H100-hours of training"
         yield f"{head}: {study.description} [{cost}]"
 
 

@@ -73,6 +73,7 @@ ON_ONE = (
     Check("norms", kernels.norms, 12),
     Check("documents", kernels.documents, 8),
     Check("sums", kernels.sums, 8),
+    Check("loss", kernels.cross_entropy, 15),
     Check("training, CUDA graph", training.graphs, 40),
     Check("DeepSpeed", training.deepspeed, 25),
     Check("DeepSpeed, compiled layers", compiled.gradients, 25),

@@ -1,16 +1,20 @@
-"""Single kernels in bf16: norm, rotary embedding, attention, sums over tokens; NCCL, one rank."""
+"""Single kernels in bf16: norm, rotary embedding, attention, sums over tokens, loss; NCCL, one rank."""
 
 import os
 import time
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from tests.gpu.figures import CheckedFigure, relative_error
 from tests.gpu.workbench import Workbench
+from train.model import losses
 from train.model.accumulation import add_product, embedded
+from train.model.chunks import LOSS_CHUNK_TOKENS
 from train.model.documents import attention_in_documents, document_bounds
 from train.model.elementwise import normed, normed_and_rotated
+from train.model.losses import Targets
 
 ROPE_BASE = 500_000.0
 HEAD = 128
@@ -117,6 +121,64 @@ def sums(workbench: Workbench) -> list[CheckedFigure]:
     return [
         CheckedFigure(names[0], errors[0], unit, most=2e-3, note=note),
         CheckedFigure(names[1], errors[1], unit, most=1e-5),
+    ]
+
+
+def cross_entropy(workbench: Workbench) -> list[CheckedFigure]:
+    """The loss's pass over the logits of a chunk in bf16, as it is trained: against fp64, and
+    against the same written in torch and compiled.
+    """
+    device, rows = workbench.torch_device, workbench.sizes.saved.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = LOSS_CHUNK_TOKENS if workbench.device == "cuda" else 64
+    logits_CV = torch.randn(tokens, rows, generator=generator).mul_(3).bfloat16().to(device)
+    labels_C = torch.randint(rows, (tokens,), generator=generator)
+    counted_C = torch.rand(tokens, generator=generator) > 0.1
+    chunk = Targets(labels_C.to(device), counted_C.to(device), 1e-3)
+    trained, compiled = losses.pass_over(logits_CV), losses._line_by_line
+    if logits_CV.is_cuda:
+        compiled = torch.compile(compiled)
+
+    # Some tokens in fp64.
+    some = Targets(labels_C[:64], counted_C[:64], 1e-3)
+    exact_CV = logits_CV[:64].cpu().double().requires_grad_()
+    log_z_C = exact_CV.logsumexp(-1)
+    of_tokens_C = F.cross_entropy(exact_CV, some.labels_T, reduction="none")
+    of_tokens_C = of_tokens_C + some.z_loss * log_z_C.square()
+    (of_tokens_C[some.counted_T].sum() / tokens).backward()
+    assert exact_CV.grad is not None
+    statistics_2C, by_logits_CV = trained(logits_CV.clone(), chunk, tokens, None, True)
+    assert by_logits_CV is not None
+    what, note = "loss of a chunk in bf16", "rounding once leaves 1.7e-3"
+    gradient = relative_error(by_logits_CV[:64], exact_CV.grad)
+    figures = [
+        CheckedFigure(
+            f"{what}: logsumexp",
+            relative_error(statistics_2C[0, :64], log_z_C),
+            "relative error",
+            most=1e-6,
+        ),
+        CheckedFigure(f"{what}: gradient", gradient, "relative error", most=2e-3, note=note),
+    ]
+
+    # A pass writes over its input: what it computes with does not change its time.
+    seconds = {}
+    for name, function in (("kernel", trained), ("compiled", compiled)):
+        for index in range(12):
+            if index == 2:  # it is compiled and warm
+                workbench.synchronize()
+                began_at = time.perf_counter()
+            function(logits_CV, chunk, tokens, None, True)
+        workbench.synchronize()
+        seconds[name] = (time.perf_counter() - began_at) / 10
+    moved = 4 * logits_CV.numel() / seconds["kernel"]
+    shape = f"{what}, {tokens} x {rows}"
+    ratio = seconds["kernel"] / seconds["compiled"]
+    return [
+        *figures,
+        CheckedFigure(f"{shape}: kernel", seconds["kernel"], "s"),
+        CheckedFigure(f"{shape}: a read and a write of the logits", moved, "bytes/s"),
+        CheckedFigure(f"{shape}: over torch, compiled", ratio, note="4 bytes a logit over 6"),
     ]
 
 

@@ -19,8 +19,9 @@ from base.errors import UserError
 from tests.gpu.figures import CheckedFigure, apart
 from tests.gpu.launch import succeed
 from tests.gpu.workbench import Workbench, is_done, make_run
-from train.planning.flops import flops_per_token, peak_flops
+from train.planning.flops import GPUS, flops_per_token, kind_of, peak_flops
 from train.planning.memory import rank_memory
+from train.planning.speed import EXPECTED, FAST, SLOW, Roofline
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
@@ -148,10 +149,25 @@ def judged(workbench: Workbench, what: str, result: Timed, ranks: int) -> list[C
             f"{what}: loss of random tokens", result.losses[0], "nats/token", least=1.0, most=20.0
         )
     ]
-    for name, (value, unit) in figures_of(workbench, what, result, ranks).items():
-        # Below the limit the GPU waits for its host, or for other GPUs.
-        least = 0.15 if name.endswith("MFU") else None
-        figures.append(CheckedFigure(name, value, unit, least=least))
+    figures += [
+        CheckedFigure(name, value, unit)
+        for name, (value, unit) in figures_of(workbench, what, result, ranks).items()
+    ]
+    kind = kind_of(torch.cuda.get_device_name()) if workbench.device == "cuda" else None
+    if kind:
+        expected, fast, slow = (
+            Roofline(result.run, ranks, ranks, GPUS[kind], rates).seconds
+            for rates in (EXPECTED, FAST, SLOW)
+        )
+        figures.append(
+            CheckedFigure(
+                f"{what}: step over the roofline's",
+                result.seconds / expected,
+                least=fast / expected,
+                most=slow / expected,
+                note="train/planning/speed.py; the limits are its range",
+            )
+        )
     if workbench.device == "cuda":
         planned = rank_memory(result.run, ranks).bytes
         note = f"planned {planned / 1e9:.1f} GB, of which 4 GB for what the allocator does not see"

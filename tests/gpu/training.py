@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import statistics
 import time
 from importlib.util import find_spec
 from pathlib import Path

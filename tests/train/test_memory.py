@@ -208,7 +208,7 @@ def test_megatron_engine(tmp_path):
         assert kept[1] - kept[0] == pytest.approx(2 * LENGTH * layer, rel=0.01), name
         # Beside layers: the loss keeps its two gradients and no logits, the final norm its input.
         d, rows = (4 if run.precision == "fp32" else 2), 320 // 2
-        loss = rank_memory(run, 2).components["logits and loss"] - 2 * d * 2 * LENGTH * rows
+        loss = rank_memory(run, 2).components["logits and loss"] - d * 2 * LENGTH * rows
         norm = 2 * LENGTH * 128 * d // (2 if run.parallel.sequence else 1)
         assert kept[0] - (kept[1] - kept[0]) == pytest.approx(loss + norm, rel=0.04), name
     disk = checkpoint_bytes(runs[0])

@@ -5,17 +5,9 @@ import math
 import re
 from typing import NamedTuple
 
-from train.model.config import ModelConfig, parameter_shapes
+from train.model.config import ModelConfig, hidden_matrices, parameter_shapes
 
-# Measured on one H200 and one H100: 43 to 45% with OLMo2-190M and 53 to 56% with OLMo2-1B
-# (docs/guides/one-gpu.md). OLMo-core reports 47 to 48% of its own engine with the 7B.
-MFU = 0.45
-
-# A model this narrow spends its time on moving logits: with 256 wide and 100,352 tokens the output
-# layer is 7/8 of the products, and 14 bytes a logit (`train.planning.memory`), written and read
-# once each, bound it at 13% of the peak at 3.35 TB/s; each kernel of its blocks takes as long to
-# launch as to run.
-NARROW_HIDDEN_SIZE, NARROW_MFU = 512, 0.1
+GPUS_PER_NODE = 8  # of machines larger than one node
 
 
 class GpuKind(NamedTuple):
@@ -68,9 +60,17 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     )
 
 
-def assumed_mfu(model: ModelConfig) -> float:
-    """Return the share of the peak in bf16 that training is assumed to reach."""
-    return NARROW_MFU if model.hidden_size < NARROW_HIDDEN_SIZE else MFU
+@functools.cache
+def product_weights(model: ModelConfig) -> int:
+    """Return the weights of a layer's matrix products; those of the head are a matrix more.
+
+    Example: q, k, v, o and gate, up, down.
+        >>> from train.model.presets import OLMO2_7B
+        >>> product_weights(OLMO2_7B) == 4 * 4096**2 + 3 * 4096 * 11008
+        True
+    """
+    shapes, matrices = parameter_shapes(model), hidden_matrices(model)
+    return sum(math.prod(shapes[name]) for name in matrices) // model.num_hidden_layers
 
 
 def kind_of(device_name: str) -> str | None:

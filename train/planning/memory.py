@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from train.model import megatron_names
-from train.model.accumulation import LOSS_CHUNK_TOKENS
+from train.model.chunks import LOSS_CHUNK_TOKENS
 from train.model.config import ModelConfig, parameter_shapes
 from train.model.precision import FP8_RECIPES, dtype_of, weights_dtype
 from train.run.config import RunConfig
@@ -186,12 +186,12 @@ def _embedding_gradient_bytes(config: RunConfig) -> int:
 def _loss_bytes(config: RunConfig, tokens: int) -> int:
     """Return the bytes of the head and the loss of a microbatch.
 
-    They are the gradient by hidden states, that by the weight as an fp32 sum, and a chunk's logits
-    and their gradient.
+    They are the gradient by hidden states, that by the weight as an fp32 sum, and a chunk's logits,
+    in whose place is their gradient.
     """
     d, rows = _bytes_of_factor(config), config.model.vocab_size // config.parallel.tensor
     hidden_size = config.model.hidden_size
-    logits = 2 * min(tokens, LOSS_CHUNK_TOKENS) * rows * d
+    logits = min(tokens, LOSS_CHUNK_TOKENS) * rows * d
     return tokens * hidden_size * d + rows * hidden_size * FP32 + logits
 
 

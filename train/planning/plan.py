@@ -1,4 +1,4 @@
-"""The layouts of a run that fit into the memory of GPUs, those that cost the least time first."""
+"""The layouts of a run that fit into the memory of GPUs, the fastest by the roofline first."""
 
 import itertools
 import math
@@ -10,92 +10,122 @@ from pydantic import ValidationError
 from base.errors import UserError
 from train.planning.flops import GpuKind
 from train.planning.memory import RankMemory, rank_memory
+from train.planning.speed import Roofline
 from train.run.config import RunConfig
 
-RECOMPUTE = ("none", "selective", "layers")  # "layers" adds a third to the time, as a 4th pass
+RECOMPUTE = ("none", "selective", "layers")  # what fits in no other way costs the most time
 
 
 class Layout(NamedTuple):
-    """A layout of a run that fits into memory."""
+    """A run in a layout that fits into memory, and the time of its step."""
 
-    words: str  # how a replica is split
-    changes: dict[str, Any]  # to run.json
+    run: RunConfig
     memory: RankMemory
+    speed: Roofline
 
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _shardings(config: RunConfig, gpus_per_node: int) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """Yield ways to split a replica, the simplest first: its GPUs, changes to run.json, words.
-
-    Stages of a pipeline send less than tensor ranks do.
-    """
+def _shardings(config: RunConfig, gpus_per_node: int) -> Iterator[dict[str, Any]]:
+    """Yield ways to split a replica, the simplest first, as changes to run.json."""
     if config.engine == "deepspeed":
         for stage in (1, 2):
-            yield 1, {"zero": {"stage": stage}}, f"ZeRO stage {stage}"
+            yield {"zero": {"stage": stage}}
         return
     splits = itertools.product(_divisors(gpus_per_node), _divisors(config.model.num_hidden_layers))
     for tensor, pipeline in sorted(splits, key=lambda split: (split[0] * split[1], split[0])):
         sequence = tensor > 1 and config.data.sequence_length % tensor == 0
-        changes = {"tensor": tensor, "pipeline": pipeline, "sequence": sequence}
-        words = f"tensor {tensor}{' + sequence' if sequence else ''}, pipeline {pipeline}"
-        yield tensor * pipeline, {"parallel": changes}, words
+        yield {"parallel": {"tensor": tensor, "pipeline": pipeline, "sequence": sequence}}
+
+
+def in_words(run: RunConfig) -> str:
+    """Return how a replica is split."""
+    if run.engine == "deepspeed":
+        return f"ZeRO stage {run.zero.stage}"
+    parallel = run.parallel
+    sequence = " + sequence" if parallel.sequence else ""
+    return f"tensor {parallel.tensor}{sequence}, pipeline {parallel.pipeline}"
 
 
 def fitting_layouts(
     config: RunConfig, world_size: int, *, gpus_per_node: int, gpu: GpuKind
 ) -> list[Layout]:
-    """Return the layouts that fit into memory, each with the largest micro batch that does.
+    """Return the layouts that fit into memory, the fastest by the roofline first.
 
-    The search covers tensor sizes that divide a node, pipeline sizes that divide the layers, micro
-    batches up to the run's own, and `recompute`. Those that recompute whole layers come last, then
-    the simplest split comes first, and of equals the one that recomputes nothing.
+    The search covers tensor sizes that divide a node, pipeline sizes that divide the layers, and
+    `recompute`; each with its fastest micro batch, up to the run's own. Of equals the simplest
+    split comes first, and of its layouts the one that recomputes least.
     """
-    # The batches of all stages of the warm-up have to divide over the replicas.
-    layouts, common = [], math.gcd(*config.batch_sizes)
-    for ranks, split, words in _shardings(config, gpus_per_node):
-        replicas = world_size // ranks
-        if world_size % ranks or common % replicas:
-            continue
-        sizes = [size for size in _divisors(common // replicas) if size <= config.micro_batch_size]
-        for recompute in RECOMPUTE:
-            for size in reversed(sizes):
-                changes = split | {"recompute": recompute, "micro_batch_size": size}
-                changed = _changed(config, changes)
-                memory = changed and memory_if_it_fits(changed, world_size, gpu.memory_bytes)
-                if memory:
-                    layouts.append(Layout(words, changes, memory))
-                    break
-    return sorted(layouts, key=lambda layout: layout.changes["recompute"] == "layers")
+    machine = world_size, gpus_per_node, gpu
+    layouts = [
+        layout
+        for split in _shardings(config, gpus_per_node)
+        for recompute in RECOMPUTE
+        if (layout := _fastest(config, split | {"recompute": recompute}, machine))
+    ]
+    return sorted(layouts, key=_seconds)
 
 
-def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig | None:
-    """Return the run with another layout; None if the configuration refuses it."""
+def _seconds(layout: Layout) -> float:
+    return layout.speed.seconds
+
+
+def _fastest(
+    config: RunConfig, changes: dict[str, Any], machine: tuple[int, int, GpuKind]
+) -> Layout | None:
+    """Return the changed run with its fastest micro batch that fits; None if none does."""
+    world_size, _, gpu = machine
     try:
-        return RunConfig.model_validate(config.model_dump() | changes)
-    except ValidationError:
+        changed = RunConfig.model_validate(config.model_dump() | changes)
+    except ValidationError:  # the engine refuses it
         return None
+    layouts = []
+    # The batches of all stages of the warm-up have to divide over the replicas.
+    for size in _divisors(math.gcd(*config.batch_sizes)):
+        if size > config.micro_batch_size:
+            break
+        run = changed.model_copy(update={"micro_batch_size": size})
+        memory = _memory_if_it_fits(run, world_size, gpu)
+        if memory:
+            layouts.append(Layout(run, memory, Roofline(run, *machine)))
+    return min(layouts, key=_seconds, default=None)
 
 
-def memory_if_it_fits(config: RunConfig, world_size: int, gpu_bytes: int) -> RankMemory | None:
+def _memory_if_it_fits(run: RunConfig, world_size: int, gpu: GpuKind) -> RankMemory | None:
     """Return the memory of a rank; None if a GPU has less, or batch and layout do not divide."""
     try:
-        memory = rank_memory(config, world_size)
+        memory = rank_memory(run, world_size)
     except UserError:
         return None
-    return memory if memory.bytes <= gpu_bytes else None
+    return memory if memory.bytes <= gpu.memory_bytes else None
+
+
+def in_its_split(
+    config: RunConfig, world_size: int, *, gpus_per_node: int, gpu: GpuKind
+) -> RunConfig | None:
+    """Return the run in its own split, or None where it does not fit without recomputing more.
+
+    Where it does it may still recompute more, if a larger micro batch makes up for that.
+    """
+    machine = world_size, gpus_per_node, gpu
+    own, *more = (
+        _fastest(config, {"recompute": recompute}, machine)
+        for recompute in RECOMPUTE[RECOMPUTE.index(config.recompute) :]
+    )
+    return min(filter(None, [own, *more]), key=_seconds).run if own else None
 
 
 def fit(
     config: RunConfig, world_size: int, *, gpus_per_node: int, gpu: GpuKind
 ) -> RunConfig | None:
-    """Return the run in its own layout if that fits, else in the first that does, or None."""
-    if memory_if_it_fits(config, world_size, gpu.memory_bytes):
-        return config
+    """Return the run in its own split if that fits, else in the fastest layout, or None."""
+    own = in_its_split(config, world_size, gpus_per_node=gpus_per_node, gpu=gpu)
+    if own:
+        return own
     layouts = fitting_layouts(config, world_size, gpus_per_node=gpus_per_node, gpu=gpu)
-    return _changed(config, layouts[0].changes) if layouts else None
+    return layouts[0].run if layouts else None
 
 
 def ranks_for(fitting: dict[int, RunConfig], gpus: int, runs: int) -> int:

@@ -1,5 +1,6 @@
 """The needs of runs, printed before they start: `python -m train plan`. GB are 10^9 bytes."""
 
+import math
 from collections.abc import Sequence
 
 from rich import box
@@ -7,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from base.errors import UserError
-from train.planning.flops import GPUS, assumed_mfu, flops_per_token
+from train.planning.flops import GPUS, GpuKind, flops_per_token
 from train.planning.memory import (
     RankMemory,
     checkpoint_bytes,
@@ -15,7 +16,8 @@ from train.planning.memory import (
     rank_memory,
     snapshot_bytes,
 )
-from train.planning.plan import Layout, fitting_layouts
+from train.planning.plan import Layout, fit, fitting_layouts, in_words
+from train.planning.speed import EXPECTED, FAST, SLOW, Roofline, gpu_hours
 from train.run.config import RunConfig
 from train.run.schedules import first_step
 
@@ -30,9 +32,17 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
         f"{gpus} GPUs: {nodes} x {gpus_per_node} {gpu}, {_gigabytes(kind.memory_bytes)} and"
         f" {kind.peak_flops / 1e12:,.0f} TFLOP/s in bf16 each. All figures are estimates."
     )
-    hours = 0.0
+    fitted = []
     for run in runs:
-        hours += _print_time_and_disk(console, run, kind.peak_flops, gpus)
+        flops = flops_per_token(run.model, run.data.sequence_length)
+        console.print(
+            f"\n{run.name}: {parameter_count(run):,} parameters, {flops / 1e9:.1f} GFLOP per token"
+        )
+        best = fit(run, gpus, gpus_per_node=gpus_per_node, gpu=kind)
+        if best:
+            fitted.append((best, gpus))
+            console.print(_time(best, gpus, gpus_per_node, kind))
+        console.print(_disk(run))
 
         # The layout of its run.json, which need not divide these GPUs.
         try:
@@ -45,17 +55,19 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
         except UserError as error:
             console.print(f"  memory: batch and layout do not divide: {error}")
 
-        # Other layouts that fit.
-        layouts = fitting_layouts(run, gpus, gpus_per_node=gpus_per_node, gpu=kind)
+        # All layouts that fit, with larger micro batches than the run's, too.
+        largest = run.model_copy(update={"micro_batch_size": math.gcd(*run.batch_sizes)})
+        layouts = fitting_layouts(largest, gpus, gpus_per_node=gpus_per_node, gpu=kind)
         if layouts:
             console.print(_layout_table(layouts))
         else:
             console.print(f"  no layout of {gpus} {gpu} fits; give more GPUs or larger ones")
 
     if len(runs) > 1:
+        hours = gpu_hours(fitted, gpus_per_node=gpus_per_node, gpu=kind)
         disk = sum(checkpoint_bytes(run).kept for run in runs)
         console.print(
-            f"\nin sum: {hours:,.0f} GPU-hours, {hours / gpus / 24:.2f} days one after another,"
+            f"\nin sum: {hours} GPU-hours, {hours.expected / gpus / 24:.2f} days one after another,"
             f" {_gigabytes(disk)} of checkpoints"
         )
 
@@ -64,25 +76,29 @@ def _gigabytes(count: float) -> str:
     return f"{count / 1e9:,.2f} GB"
 
 
-def _print_time_and_disk(console: Console, run: RunConfig, peak_flops: float, gpus: int) -> float:
-    """Print them; return the GPU-hours."""
-    flops = flops_per_token(run.model, run.data.sequence_length)
-    speed = assumed_mfu(run.model) * peak_flops / flops
+def _time(run: RunConfig, gpus: int, gpus_per_node: int, gpu: GpuKind) -> str:
+    """Return what training takes in words: in the layout that the run gets."""
+    machine = gpus, gpus_per_node, gpu
+    expected, fast, slow = (Roofline(run, *machine, rates) for rates in (EXPECTED, FAST, SLOW))
+    hours = gpu_hours([(run, gpus)], gpus_per_node=gpus_per_node, gpu=gpu)
     tokens = run.total_tokens - run.tokens_at(first_step(run))  # a branch trains on fewer
-    hours = tokens / speed / 3600
-    console.print(
-        f"\n{run.name}: {parameter_count(run):,} parameters, {flops / 1e9:.1f} GFLOP per token\n"
-        f"  time: {tokens:,} tokens at {speed:,.0f} tokens/s/GPU (assumed MFU"
-        f" {assumed_mfu(run.model):.0%}): {hours:,.0f} GPU-hours, {hours / gpus / 24:.2f} days"
+    speed = run.tokens_per_step / expected.seconds / gpus
+    return (
+        f"  time: {tokens:,} tokens at {speed:,.0f} tokens/s/GPU, MFU {expected.mfu:.0%}"
+        f" ({slow.mfu:.0%} to {fast.mfu:.0%}): {hours} GPU-hours,"
+        f" {hours.expected / gpus / 24:.2f} days\n"
+        f"    by {in_words(run)}, micro batch {run.micro_batch_size}, recompute {run.recompute}"
     )
+
+
+def _disk(run: RunConfig) -> str:
     disk = checkpoint_bytes(run)
-    console.print(
+    return (
         f"  disk: {disk.full} checkpoints of {_gigabytes(disk.full_each)},"
         f" {disk.weights + disk.averages} of weights or averages, {_gigabytes(disk.weights_each)}:"
         f" {_gigabytes(disk.kept)}, and {_gigabytes(disk.rotated)} of restart checkpoints until"
         " the end"
     )
-    return hours
 
 
 def _memory_table(memory: RankMemory, gpu_bytes: int) -> Table:
@@ -97,12 +113,12 @@ def _memory_table(memory: RankMemory, gpu_bytes: int) -> Table:
 
 
 def _layout_table(layouts: list[Layout]) -> Table:
-    title = "  layouts that fit by the estimate, the simplest first"
+    title = "  layouts that fit by the estimate, the fastest first"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("replica")
-    for heading in ("micro batch", "recompute", "memory"):
+    for heading in ("micro batch", "recompute", "memory", "MFU"):
         table.add_column(heading, justify="right")
-    for layout in layouts[:SHOWN_LAYOUTS]:
-        settings = [str(layout.changes[key]) for key in ("micro_batch_size", "recompute")]
-        table.add_row(layout.words, *settings, _gigabytes(layout.memory.bytes))
+    for run, memory, speed in layouts[:SHOWN_LAYOUTS]:
+        settings = str(run.micro_batch_size), run.recompute
+        table.add_row(in_words(run), *settings, _gigabytes(memory.bytes), f"{speed.mfu:.1%}")
     return table

@@ -106,7 +106,11 @@ class RunConfig(Frozen):
     batch_warmup: tuple[SmallerBatch, ...] = Field(
         default=(), description="smaller batches of the first steps, in the order of training"
     )
-    micro_batch_size: int = Field(gt=0, description="sequences per forward pass of one rank")
+    micro_batch_size: int = Field(
+        gt=0,
+        description="sequences per forward pass of one rank; on GPUs a study takes fewer where more"
+        " do not fit or take longer",
+    )
     save_steps: tuple[int, ...] = Field(
         description="steps with a permanent checkpoint; the last step is among them"
     )

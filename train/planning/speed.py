@@ -1,0 +1,311 @@
+"""The time of a training step by cause, before anything runs: a roofline.
+
+Matrix products run at a share of the peak, other kernels at a share of the memory's bandwidth. Each
+kernel loses a moment at its start, and communication that computation does not hide is added.
+`train.planning.plan` chooses layouts by it, `python -m train plan` and `study show` print hours.
+
+Left out are evaluation, saving, probes, the start and the ends of GPUs; documents, inside which
+attention is shorter; clocks that fall under load; and networks that others use. 8-bit products are
+taken to be as fast as those in bf16, and tensor ranks to share tokens (`parallel.sequence`).
+
+Shapes in names: h hidden size, k width of all key heads, f intermediate size; d bytes of an
+activation.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from train.model.chunks import LOSS_CHUNK_TOKENS
+from train.model.precision import dtype_of
+from train.planning.flops import GpuKind, flops_per_token, product_weights
+from train.run.config import RunConfig
+from train.run.schedules import first_step
+
+FP32 = 4  # bytes
+
+
+class Rates(NamedTuple):
+    """Speeds that GPUs and links are assumed to reach.
+
+    One GPU was measured (docs/guides/one-gpu.md): at `EXPECTED` the 190M and the 1B take 0.99 to
+    1.02 times what they took on an H100 and an H200. Links and networks were not measured.
+
+    Attributes:
+        products: share of the peak in matrix products. 8192^3 random numbers reach 0.78 to 0.81 on
+            an H200; those of a layer are smaller, and of hours, not seconds.
+        attention: share of the peak in causal attention, forward and in its backward with the
+            recomputed scores. At 4,096 tokens and heads of 128 cuDNN has 518 TFLOP/s forward on an
+            H100, FlashAttention-2 319 (arXiv 2407.08608, figure 5).
+        narrow_heads: of that with heads narrower than 128, by the measured 190M.
+        bandwidth: share of the memory's bandwidth in other kernels; a copy reaches 0.9.
+        sums: share of the reads and writes of fp32 sums that products do not hide.
+        start: seconds that a kernel loses between launch and full speed, and in its last wave;
+            a quarter of that in a CUDA graph.
+        link: bytes/s of a GPU in collectives within a node, each way.
+        latency: seconds that each of them takes besides.
+        network: bytes/s of a GPU's adapter in collectives over nodes: 0.55 of 46e9, what 400 Gbit/s
+            carry.
+        hidden: share of the replicas' communication that computing hides where it takes as long.
+        host: seconds of a step in which the GPU waits for its host.
+    """
+
+    products: float
+    attention: tuple[float, float]
+    narrow_heads: float
+    bandwidth: float
+    sums: float
+    start: float
+    link: float
+    latency: float
+    network: float
+    hidden: float
+    host: float
+
+
+EXPECTED = Rates(0.70, (0.5, 0.4), 0.8, 0.85, 0.5, 4e-6, 300e9, 20e-6, 25e9, 0.9, 0.02)
+FAST = Rates(0.75, (0.55, 0.45), 0.85, 0.9, 0.25, 3e-6, 350e9, 15e-6, 35e9, 1.0, 0.01)
+# FlashAttention-2, gaps between kernels, adapters of 200 Gbit/s, half as much overlap.
+SLOW = Rates(0.61, (0.32, 0.27), 0.75, 0.8, 1.0, 8e-6, 200e9, 40e-6, 9e9, 0.5, 0.05)
+
+
+class Kernels(NamedTuple):
+    """The kernels of an engine beside attention: tests/train/test_speed.py counts them.
+
+    Attributes:
+        h, k, f: reads and writes of a layer's tensors of these widths, forward and backward.
+        starts: kernels of a layer and microbatch, with products.
+        logit: bytes per logit.
+        loss_starts: kernels of the head and the losses, for a chunk of tokens.
+        chunk: tokens that they see at a time; 0: a microbatch.
+        adds: products add gradients of weights to their fp32 sums themselves.
+        weight, head, embedding: bytes per weight and microbatch, of a layer and outside, in which
+            gradients get to these sums in other kernels.
+    """
+
+    h: float
+    k: float
+    f: float
+    starts: int
+    logit: float
+    loss_starts: int
+    chunk: int
+    adds: bool
+    weight: float
+    head: float
+    embedding: float
+
+
+LOSS: dict[str, Any] = {"logit": 4, "loss_starts": 5, "chunk": LOSS_CHUNK_TOKENS}
+# Gradients are fp32 sums: of the head zeroed and scaled, of the embedding zeroed; then read and
+# added to the buffer.
+BUFFERED: dict[str, Any] = {"adds": True, "weight": 0, "head": 4 + 8 + 12, "embedding": 4 + 12}
+# DeepSpeed's weights are fp32: products read them rounded, and their gradients are widened.
+AUTOCAST: dict[str, Any] = {"adds": False, "weight": 12 + 12, "head": 6 + 24, "embedding": 16}
+KERNELS = {
+    # `train.model.elementwise`, each function compiled to a pass over its tensors. The loss reads
+    # logits, again out of the cache, and writes their gradient.
+    ("megatron", "olmo2"): Kernels(25, 9, 8, 24, **LOSS, **BUFFERED),
+    # Layers of transformers, compiled.
+    ("deepspeed", "olmo2"): Kernels(43, 8, 8, 53, **LOSS, **AUTOCAST),
+    ("deepspeed", "llama"): Kernels(48, 3, 8, 50, **LOSS, **AUTOCAST),
+    ("deepspeed", "gpt_neox"): Kernels(52, 0, 6, 46, **LOSS, **AUTOCAST),
+}
+SELECTIVE = 5, 2, 3  # what recompute "selective" adds to h, k, f
+ATTENTION_STARTS = 4  # forward; sums of rows, gradients, their cast
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A run in its layout on `gpus` GPUs; UserError where batch and layout do not divide."""
+
+    run: RunConfig
+    gpus: int
+    gpus_per_node: int
+    gpu: GpuKind
+    rates: Rates = EXPECTED
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        return sum(self.causes().values())
+
+    @property
+    def mfu(self) -> float:
+        """Return the model FLOPs utilization against the peak of the run's precision."""
+        run = self.run
+        flops = flops_per_token(run.model, run.data.sequence_length) * run.tokens_per_step
+        return flops / (self.gpus * self._peak * self.seconds)
+
+    @property
+    def hours(self) -> float:
+        """Return the GPU-hours of the whole run; a branch counts from its start."""
+        run = self.run
+        tokens = run.total_tokens - run.tokens_at(first_step(run))
+        return tokens / run.tokens_per_step * self.seconds * self.gpus / 3600
+
+    def causes(self) -> dict[str, float]:
+        """Return the seconds of a step by cause, on the slowest pipeline stage."""
+        run, stages = self.run, self.run.parallel.pipeline
+        replicas = run.data_parallel_size(self.gpus)
+        microbatches = run.batch_size // (replicas * run.micro_batch_size)
+        ends = [self._microbatch(stage) for stage in (0, stages - 1)]  # those between have less
+        slowest = max(ends, key=lambda stage: sum(stage.values()))
+        each = sum(slowest.values())
+        causes = {cause: seconds * microbatches for cause, seconds in slowest.items()}
+        causes |= {
+            "pipeline bubble": (stages - 1) * each,
+            "between replicas": self._between_replicas(replicas, each),
+            "optimizer": self._optimizer(replicas),
+            "host": self.rates.host,
+        }
+        return {cause: seconds for cause, seconds in causes.items() if seconds}
+
+    @property
+    def _kernels(self) -> Kernels:
+        return KERNELS[self.run.engine, self.run.model.family]
+
+    @property
+    def _peak(self) -> float:
+        return self.gpu.fp32_flops if self._d == FP32 else self.gpu.peak_flops
+
+    @property
+    def _d(self) -> int:
+        return FP32 if dtype_of(self.run.precision) == "fp32" else 2
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a microbatch on each of a replica's tensor ranks, which share all its work."""
+        return self.run.micro_batch_size * self.run.data.sequence_length
+
+    def _moved(self, count: float) -> float:
+        """Return the seconds in which tensor ranks together read or write so many bytes."""
+        return count / self.run.parallel.tensor / (self.rates.bandwidth * self.gpu.bandwidth)
+
+    @property
+    def _start(self) -> float:
+        return self.rates.start * (0.25 if self.run.cuda_graphs else 1.0)
+
+    @property
+    def _added(self) -> float:
+        """Bytes per weight of adding to an fp32 sum, as far as the product does not hide them."""
+        return 2 * FP32 * self.rates.sums
+
+    def _multiplied(self, weights: float) -> float:
+        """Return the seconds of the three products with so many weights."""
+        flops = 6 * weights * self._tokens / self.run.parallel.tensor
+        return flops / (self.rates.products * self._peak)
+
+    def _microbatch(self, stage: int) -> dict[str, float]:
+        """Return the seconds of a microbatch, forward and backward, on a pipeline stage."""
+        run, stages, kernels = self.run, self.run.parallel.pipeline, self._kernels
+        layers = run.model.num_hidden_layers // stages
+        table = run.model.vocab_size * run.model.hidden_size
+        causes = {cause: layers * seconds for cause, seconds in self._layer().items()}
+        if stage == stages - 1:
+            chunks = -(-self._tokens // (kernels.chunk or self._tokens))
+            logits = self._tokens * run.model.vocab_size
+            causes["output layer"] = self._multiplied(table)
+            causes["loss"] = self._moved(logits * kernels.logit)
+            causes["loss"] += chunks * kernels.loss_starts * self._start
+            added = chunks * self._added if kernels.chunk else 0
+            causes["its gradient"] = self._moved(table * (kernels.head + added))
+        if stage == 0:
+            causes["embedding"] = self._moved(table * kernels.embedding)
+        if stages > 1:  # an activation and a gradient
+            sent = 2 * self._tokens * run.model.hidden_size * self._d / run.parallel.tensor
+            causes["between stages"] = sent / self.rates.network
+        return causes
+
+    def _layer(self) -> dict[str, float]:
+        """Return the seconds of a layer and microbatch."""
+        run, rates, kernels = self.run, self.rates, self._kernels
+        model, tensor = run.model, run.parallel.tensor
+        k = model.num_key_value_heads * model.head_dim
+        widths = model.hidden_size, k, model.intermediate_size
+        weights = product_weights(model)
+
+        # Scores of causal attention are half a square; 2 products forward, 5 backward.
+        forward, backward = rates.attention
+        product = run.data.sequence_length * model.hidden_size * self._tokens / tensor / self._peak
+        narrow = rates.narrow_heads if model.head_dim < 128 else 1.0
+
+        again = SELECTIVE if run.recompute == "selective" else (0, 0, 0)
+        passes = zip((kernels.h, kernels.k, kernels.f), again, widths, strict=True)
+        elements = sum((once + more) * width for once, more, width in passes)
+        adds = kernels.adds or run.kernels == "transformer_engine"
+        added = self._added if adds else kernels.weight
+        causes = {
+            "matrix products": self._multiplied(weights),
+            "attention": product * (2 / forward + 5 / backward) / narrow,
+            "other kernels": self._moved(elements * self._tokens * self._d),
+            "sums of gradients": self._moved(weights * added),
+            "starts of kernels": (kernels.starts + ATTENTION_STARTS) * self._start,
+        }
+        if tensor > 1:
+            # Gathers and reductions of the residual stream: 4 forward; of 6 backward products hide
+            # 4. Norms of queries and keys take one more each way.
+            sent = self._tokens * model.hidden_size * self._d * (tensor - 1) / tensor
+            causes["between tensor ranks"] = 6 * sent / rates.link + 8 * rates.latency
+        if run.recompute == "layers":
+            causes["recomputed"] = sum(causes.values()) / 3
+        return causes
+
+    def _stage_weights(self) -> float:
+        """Return the weights of a rank of the last pipeline stage, but for norms."""
+        model, parallel = self.run.model, self.run.parallel
+        tables = 1 if parallel.pipeline > 1 else 2
+        layers = model.num_hidden_layers // parallel.pipeline * product_weights(model)
+        return (layers + tables * model.vocab_size * model.hidden_size) / parallel.tensor
+
+    def _between_replicas(self, replicas: int, microbatch: float) -> float:
+        """Return the seconds of reducing gradients and gathering weights that are not hidden."""
+        parallel, rates = self.run.parallel, self.rates
+        speed = rates.link
+        if replicas * parallel.tensor > self.gpus_per_node:  # all groups of a node share adapters
+            speed = rates.network * self.gpus_per_node / parallel.tensor
+        count = self._stage_weights() * (replicas - 1) / replicas
+
+        # The last microbatch's backward hides reductions, the first one's forward gathers.
+        exposed = 0.0
+        for size, part in ((FP32, 2 / 3), (self._d, 1 / 3)):
+            seconds = count * size / speed
+            exposed += seconds - min(part * microbatch, rates.hidden * seconds)
+        return exposed
+
+    def _optimizer(self, replicas: int) -> float:
+        """Return the seconds of zeroing gradients, and of the update of a replica's share."""
+        # Gradients are read for their norm and for the update, main weights and moments written.
+        update = (2 * FP32 + 6 * FP32 + self._d) / replicas
+        moved = self._stage_weights() * (FP32 + update)
+        return moved / (self.rates.bandwidth * self.gpu.bandwidth)
+
+
+class GpuHours(NamedTuple):
+    """GPU-hours of training: expected, and by the fast and the slow rates."""
+
+    expected: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        """Return them to three digits.
+
+        Example:
+            >>> str(GpuHours(48_123.4, 44_000.0, 60_000.0)), str(GpuHours(0.18, 0.15, 0.41))
+            ('48,100 (44,000 to 60,000)', '0.18 (0.15 to 0.41)')
+        """
+        expected, least, most = (f"{float(f'{hours:.3g}'):,g}" for hours in self)
+        return f"{expected} ({least} to {most})"
+
+
+def gpu_hours(
+    layouts: Iterable[tuple[RunConfig, int]], *, gpus_per_node: int, gpu: GpuKind
+) -> GpuHours:
+    """Return the GPU-hours of runs, each on so many GPUs."""
+    layouts = list(layouts)
+
+    def hours(rates: Rates) -> float:
+        return sum(Roofline(run, gpus, gpus_per_node, gpu, rates).hours for run, gpus in layouts)
+
+    return GpuHours(*map(hours, (EXPECTED, FAST, SLOW)))
