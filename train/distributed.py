@@ -1,11 +1,13 @@
 """The processes of one attempt: their device, their groups, and how they agree."""
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from base.gpus import near_cpus
@@ -90,8 +92,28 @@ def sent_to_rank_zero[T](value: T) -> list[T]:
     return parts
 
 
+def numbers_on_rank_zero(values: Sequence[float]) -> list[list[float]]:
+    """Return every rank's numbers, by rank, on rank 0; nothing elsewhere.
+
+    Each rank sends one message and continues, where `gathered` goes around a ring twice.
+    """
+    row = torch.tensor(values, dtype=torch.float64, device="cpu")
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    here = dist.get_rank() == 0
+    dist.gather(row, rows if here else None, dst=0, group=_control[0])
+    return [row.tolist() for row in rows] if here else []
+
+
+def with_flags(sums: Tensor, flags: Sequence[float]) -> Tensor:
+    """Return fp64 sums of this rank, and its flags after them, for one reduction over all."""
+    row = torch.tensor(flags, dtype=sums.dtype, device="cpu")
+    if sums.is_cuda:
+        row = row.pin_memory()  # only then the host does not wait for the GPU here
+    return torch.cat([sums, row.to(sums.device, non_blocking=True)])
+
+
 def largest(values: list[float]) -> list[float]:
-    """Return the elementwise maximum over all ranks: so they agree on flags."""
+    """Return the elementwise maximum over all ranks, by a ring of 2 (ranks - 1) messages."""
     # In fp64 numbers of bytes are exact.
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_control[0])

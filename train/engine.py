@@ -28,6 +28,7 @@ class StepResult(NamedTuple):
     grad_norm: float  # L2 norm of the whole gradient before clipping
     # Whatever else the engine measures in a step, finite and by the name under which it is logged.
     metrics: Mapping[str, float]
+    flags: Sequence[float] = ()  # sums over all ranks of what each gave the step
 
     @staticmethod
     def of(
@@ -36,17 +37,18 @@ class StepResult(NamedTuple):
         """Return the result of a step.
 
         Args:
-            sums: of cross-entropy, z-loss and number of counted labels, over all ranks.
+            sums: of cross-entropy, z-loss and number of counted labels, over all ranks; flags may
+                follow.
             positions: all labels of the batch, counted or not.
             grad_norm: of the whole gradient.
             metrics: of this engine.
         """
         # A batch may count no label at all: its sums are 0 then, and so are its means.
-        cross_entropy, z_loss, counted = sums
+        cross_entropy, z_loss, counted, *flags = sums
         common = {"z_loss": z_loss / max(counted, 1)}  # already multiplied by its coefficient
         if counted < positions:
             common["counted_fraction"] = counted / positions
-        return StepResult(cross_entropy / max(counted, 1), grad_norm, common | metrics)
+        return StepResult(cross_entropy / max(counted, 1), grad_norm, common | metrics, flags)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -56,6 +58,10 @@ class StepResult(NamedTuple):
     def is_finite(self) -> bool:
         """Return whether nothing overflowed."""
         return all(map(math.isfinite, self.figures.values()))
+
+
+Accept = Callable[[StepResult], bool]
+Flags = Callable[[], Sequence[float]]
 
 
 class Snapshot(Protocol):
@@ -89,13 +95,14 @@ class Engine(Protocol):
         ...
 
     def train_step(
-        self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]
+        self, batch: Batch, learning_rate: float, accept: Accept, flags: Flags = tuple
     ) -> StepResult:
         """Run forward and backward; if `accept` takes losses and norm, clip and update.
 
         The batch is that of this rank's replica.
         A rejected step leaves weights and optimizer state bit for bit as they were. All ranks
-        decide alike.
+        decide alike. `flags` is called once, when forward and backward are dispatched: its numbers
+        are summed over all ranks by the reduction of the losses, into the result.
         """
         ...
 

@@ -142,23 +142,27 @@ class _Training:
         observes = run.observe_every_steps is not None and step % run.observe_every_steps == 0
         figures: dict[str, float] = {}
 
+        def flags() -> list[float]:
+            self.watchdog.enter(step, LoopPhase.READ)
+            # The next batch is tried now: a rank that cannot read it has to say so to the others.
+            failure = self.batches.failure(step + 1)
+            self.watchdog.enter(step, LoopPhase.AGREE)
+            return self.agreement.flags(failure)
+
         # Each phase is announced to the watchdog, which names the one that hangs.
         self.clock.start()
         batch = self.batches(step)
         self.watchdog.enter(step, LoopPhase.COMPUTE)
         if observes:
-            result, figures = observed_step(self.engine, batch, rate, self.judge.accept)
+            result, figures = observed_step(self.engine, batch, rate, self.judge.accept, flags)
         else:
-            result = self.engine.train_step(batch, rate, self.judge.accept)
-        self.watchdog.enter(step, LoopPhase.READ)
-        # The next batch is tried now: a rank that cannot read it has to say so in `share` below.
-        failure = self.batches.failure(step + 1)
+            result = self.engine.train_step(batch, rate, self.judge.accept, flags)
         speed = speed_of(run, step, self.clock.stop())
-        self.watchdog.enter(step, LoopPhase.AGREE)
-        memory_bytes, writing = self.agreement.share(step, failure)
+        writing = self.agreement.reached(step, result.flags)
         self.watchdog.enter(step, LoopPhase.SAVE)
 
         # Stop, or note a skip, before the row is logged: a rejected update changed nothing.
+        memory_bytes = self.agreement.memory_bytes
         row = {**result.figures, "learning_rate": rate, **speed, "memory_bytes": memory_bytes}
         if self.judge.objection:
             if not self.judge.skips:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from base.errors import UserError
-from train.distributed import gathered
+from train.distributed import gathered, numbers_on_rank_zero
 from train.planning.flops import flops_per_token, peak_flops
 from train.run.config import RunConfig
 
@@ -73,6 +73,7 @@ class RankClock:
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._path, self._attempt = path, attempt
+        self._hosts = gathered(socket.gethostname())
         self._seconds: list[float] = []
         self._busy: list[float] = []
         self._started = (0.0, 0.0)
@@ -92,9 +93,8 @@ class RankClock:
         if not self._seconds:
             return
         median, slow = np.percentile(self._seconds, (50, 95)).tolist()
+        steps = len(self._seconds)  # the same on every rank
         figures = {
-            "host": socket.gethostname(),
-            "steps": len(self._seconds),
             "step_seconds_p50": median,
             "step_seconds_p95": slow,
             "step_seconds_max": max(self._seconds),
@@ -104,11 +104,13 @@ class RankClock:
         else:
             figures["busy_seconds_p50"] = float(np.median(self._busy))
         self._seconds, self._busy = [], []
-        lines = [
-            json.dumps({"step": step, "attempt": self._attempt, "rank": rank, **row}) + "\n"
-            for rank, row in enumerate(gathered(figures))
-        ]
-        if dist.get_rank() == 0:
+
+        lines = []
+        for rank, row in enumerate(numbers_on_rank_zero(list(figures.values()))):
+            line = {"step": step, "attempt": self._attempt, "rank": rank}
+            line |= {"host": self._hosts[rank], "steps": steps}
+            lines.append(json.dumps(line | dict(zip(figures, row, strict=True))) + "\n")
+        if lines:  # on rank 0
             with self._path.open("a") as file:
                 file.writelines(lines)
 

@@ -6,20 +6,22 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from train.data.batches import Batch
 from train.distributed import gathered
-from train.engine import Engine, StepResult
-
-Accept = Callable[[StepResult], bool]
+from train.engine import Accept, Engine, Flags, StepResult
 
 
 def observed_step(
-    engine: Engine, batch: Batch, learning_rate: float, accept: Accept
+    engine: Engine,
+    batch: Batch,
+    learning_rate: float,
+    accept: Accept,
+    flags: Flags = tuple,
 ) -> tuple[StepResult, dict[str, float]]:
     """Run the engine's `train_step`; return also L2 norms by layer, and outside the layers.
 
@@ -42,7 +44,7 @@ def observed_step(
         before.extend(weights.to("cpu", copy=True) for weights in engine.weights())
         return accept(result)
 
-    result = engine.train_step(batch, learning_rate, observe)
+    result = engine.train_step(batch, learning_rate, observe, flags)
     add("weight_norm", engine.weights())
     add(
         "update_norm",

@@ -10,6 +10,7 @@ from study.machine.disk import GB, gigabytes, needed_bytes, restart_bytes
 from study.machine.needs import HESSIAN, Needs, TrainingLayout
 from study.steps import steps_of
 from train.planning.flops import GPUS_PER_NODE
+from train.planning.communication import communication_words
 from train.planning.memory import rank_memory
 from train.planning.plan import in_words
 from train.planning.speed import GpuHours, gpu_hours
@@ -23,12 +24,15 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
     """
     study, hardware = needs.study, needs.hardware
     yield f"  on {hardware} (estimates, not measured):"
-    layouts: dict[str, list[str]] = {}
+    layouts: dict[tuple[str, str | None], list[str]] = {}
     for name, training in needs.trainings.items():
-        layouts.setdefault(_in_words(training), []).append(name)
-    for words, names in layouts.items():
+        communication = communication_words(training.run, training.ranks)
+        layouts.setdefault((_in_words(training), communication), []).append(name)
+    for (layout, communication), names in layouts.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield f"    training of {names[0]}{more}: {words}"
+        yield f"    training of {names[0]}{more}: {layout}"
+        if communication:
+            yield f"      communication: {communication}"
     for kind in sorted(HESSIAN):
         step = next((step for step in steps_of(study) if step.kind == kind), None)
         if step:

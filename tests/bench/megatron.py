@@ -1,6 +1,7 @@
 """Figures of docs/design/megatron-core.md: parts of megatron-core beside those that are ours.
 
 python -m tests.bench.megatron padding      # of its layer-wise layout, for OLMo2's matrices
+python -m tests.bench.megatron instances    # of optimizer shards on 512 replicas of a 7B
 python -m tests.bench.megatron loss KIND    # ours, unfused, fused: memory and error, on a CPU
 torchrun --nproc-per-node 2 -m tests.bench.megatron formats   # bytes that each rank writes
 """
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 
 from tests.runs import make_run
 from train.distributed import start
+from train.model.config import parameter_shapes
+from train.model.presets import OLMO2_7B
 
 SIZES = {"190M": (768, 3072, 12), "1B": (2048, 8192, 16), "7B": (4096, 11008, 32)}
 TOKENS, WIDTH, ROWS = 4096, 128, 32_768
@@ -42,6 +45,30 @@ def padding() -> None:
             extra = layout.bucket_indices[-1][1] - count
             size = 6 * extra / 1e9  # a weight in bf16 and its gradient in fp32
             print(f"{name} on {ranks} ranks: {extra / count:+.0%}, {size:.1f} GB a GPU")
+
+
+def instances() -> None:
+    """Print what several sets of optimizer shards cost and save, by counts of ring algorithms.
+
+    Gradients are in fp32, weights in bf16; a shard has a main weight and two moments. Messages in a
+    row are those of a bucket. Their times are assumed; only those of the last bucket of gradients
+    and the first of weights do not hide beside computation.
+    """
+    shapes = parameter_shapes(OLMO2_7B).values()
+    count, replicas, node = sum(torch.Size(shape).numel() for shape in shapes), 512, 8
+    inside, between = 2e-6, 8e-6  # seconds of a message on NVLink, and on InfiniBand
+    for sets in (1, 8, 64):
+        ranks = replicas // sets
+        reduced, gathered = (size * count * (ranks - 1) / ranks / 1e9 for size in (4, 2))
+        summed = 2 * 4 * count / ranks * (sets - 1) / sets / 1e9
+        crossings = ranks // node - 1 + (ranks > node)
+        one_way = crossings * between + (ranks - 1 - crossings) * inside
+        seconds = 2 * one_way + 2 * (sets - 1) * between
+        print(
+            f"{sets} of {ranks} ranks: a GPU sends {reduced:.1f} + {summed:.1f} GB of gradients and"
+            f" {gathered:.1f} of weights; {2 * (ranks - 1) + 2 * (sets - 1)} messages in a row,"
+            f" {seconds * 1e3:.1f} ms; shards of {12 * count / ranks / 1e9:.2f} GB"
+        )
 
 
 def loss(kind: str) -> None:
@@ -124,5 +151,10 @@ def formats() -> None:
 
 
 if __name__ == "__main__":
-    chosen: dict[str, Callable[..., None]] = {"padding": padding, "loss": loss, "formats": formats}
+    chosen: dict[str, Callable[..., None]] = {
+        "padding": padding,
+        "instances": instances,
+        "loss": loss,
+        "formats": formats,
+    }
     chosen[sys.argv[1]](*sys.argv[2:])

@@ -131,16 +131,16 @@ def count(run_dir: str) -> None:
         engine.train_step(batch, 1e-2, lambda _: True)
         for answer in (lambda _: True, lambda _: False):
             with transfers() as counted:
-                engine.train_step(batch, 1e-2, answer)
+                engine.train_step(batch, 1e-2, answer, lambda: [1.0, 0.0])
             print(counted["to host"], counted["to GPU"])
 
 
 def test_a_step_waits_for_the_gpu_once(tmp_path, inputs):
-    """Tokens, and which of them count, come from the host."""
+    """Tokens, which of them count, and flags come from the host, which waits for none of these."""
     make_run(tmp_path, **inputs)
     done = python("tests.rehearsal.test_training", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == ["1 2", "1 2"]
+    assert done.stdout.splitlines() == ["1 3", "1 3"]
 
 
 if __name__ == "__main__":

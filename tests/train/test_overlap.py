@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from base.environment import is_rank_zero
 from base.files import write_json
@@ -68,8 +69,21 @@ class Rank:
 def use_both(run_dir: str) -> None:
     """Worker, on every rank: the engine with overlap, then without."""
     from megatron.core import parallel_state
+    from megatron.core.distributed import param_and_grad_buffer
 
-    with mock.patch.multiple("train.megatron.data_parallel", **OVERLAPPED):
+    reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
+
+    def average(shard: torch.Tensor, buffer: torch.Tensor, *, op: Any, group: Any, **named: Any):
+        """Do what NCCL does, and gloo cannot: divide by the ranks."""
+        assert op == dist.ReduceOp.AVG
+        buffer.div_(group.size())
+        return reduce_scatter(shard, buffer, op=dist.ReduceOp.SUM, group=group, **named)
+
+    averaged = OVERLAPPED | {"averages": lambda _: True}
+    with (
+        mock.patch.multiple("train.megatron.data_parallel", **averaged),
+        mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", average),
+    ):
         use_engine(Path(run_dir), "overlapped")
     parallel_state.destroy_model_parallel()
     use_engine(Path(run_dir), "plain").close()

@@ -1,6 +1,6 @@
 """The judge of spikes against numpy, on losses that shift, jump, drift and run away.
 
-It decides by the losses it is given: whether skipped updates would have changed them is simulated.
+Also where a skipped update leaves the loss as it was, which an update made would have changed.
 """
 
 import json
@@ -74,6 +74,49 @@ def test_few_steps_are_skipped_whatever_comes(of_step, most):
     ]
     assert sum(skipped) <= most
     assert any(skipped) == (most > 0)
+
+
+class OlmoCore:
+    """The rule of OLMo-core's SkipStepOptimizer at fa6c501, in our words: what it looks at is the
+    list of all losses so far, the last one included.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def accept(self, loss: float) -> bool:
+        self.losses = [*self.losses[-WINDOW:], loss]
+        if len(self.losses) < max(2, WINDOW // 2):
+            return True
+        *before, last = self.losses
+        return bool(last - np.mean(before) <= SIGMAS * np.std(before, ddof=1))
+
+
+# The level of the loss by updates made since step 200: higher until 50 of them have trained that
+# away, higher for good, a single spike, a slow rise that updates bring down again.
+LEVELS = {
+    "shift that training undoes": lambda step, made: 0.15 * max(0, 1 - made / 50) * (step >= 200),
+    "shift for good": lambda step, made: 0.15 * (step >= 200),
+    "spike": lambda step, made: 5.0 * (step == 200),
+    "drift": lambda step, made: 0.002 * (step - made) * (step >= 200),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_is_skipped_as_by_olmo_core_and_never_frozen(level):
+    """Both rules train, each its own run on the same noise."""
+    outcomes = []
+    judge, other = judge_of(), OlmoCore()
+    for accept in (lambda loss: judge.accept(result(loss)), other.accept):
+        made, skipped = 0, []
+        for step, error in enumerate(noise(1500)):
+            accepted = accept(3 + LEVELS[level](step, made) + error)
+            made += step >= 200 and accepted
+            skipped += [] if accepted else [step]
+        outcomes.append((skipped, made))
+    assert outcomes[0] == outcomes[1]
+    assert len(outcomes[0][0]) <= 5
+    assert outcomes[0][1] >= 1295  # of 1300
 
 
 @pytest.mark.parametrize(("sigmas", "expected"), [(6.0, 4), (3.0, 13), (2.0, 26)])

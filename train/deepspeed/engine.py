@@ -28,7 +28,8 @@ from train.deepspeed.model import (
 )
 from train.deepspeed.setup import deepspeed_config, join
 from train.deepspeed.sharding import Sharding, by_piece
-from train.engine import Snapshot, StepResult
+from train.distributed import with_flags
+from train.engine import Accept, Flags, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.model.attention import attention_kernel
 from train.model.config import hidden_matrices
@@ -82,9 +83,9 @@ class DeepSpeedEngine:
         self._optimizer.start_states()
         if isinstance(run.optimizer, MatrixOptimizer):
             dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
-            parts = self._sharding.matrices(run.optimizer, hidden, dtype)
+            hidden_ones = self._sharding.matrices(run.optimizer, hidden, dtype)
             # No group of its own: all ranks are data-parallel here.
-            matrices.register(run.optimizer, self._optimizer, parts, None)
+            matrices.register(run.optimizer, self._optimizer, hidden_ones, None, device)
         self._slots = {
             name: [torch.zeros_like(weights) for weights in self.weights()]
             for name in slot_names(run)
@@ -120,7 +121,7 @@ class DeepSpeedEngine:
         return {"attention": attention, "weight_gradients": "torch, in the weights' dtype"}
 
     def train_step(
-        self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]
+        self, batch: Batch, learning_rate: float, accept: Accept, flags: Flags = tuple
     ) -> StepResult:
         """Run forward and backward on the replica's batch; if accepted, clip and update."""
         self._optimizer.set_rate(learning_rate)
@@ -139,10 +140,11 @@ class DeepSpeedEngine:
             self._engine.backward(loss)
             totals += sums
 
+        totals = with_flags(totals, flags())
         dist.all_reduce(totals)
         norm = self._sharding.gradient_norm().to(totals)
         # The one transfer from the device in a step, but for DeepSpeed's own.
-        *sums_of_all, grad_norm = torch.cat([totals, norm.view(1)]).tolist()
+        grad_norm, *sums_of_all = torch.cat([norm.view(1), totals]).tolist()
 
         positions = batch.counted_BS.numel() * self.data_parallel
         result = StepResult.of(sums_of_all, positions, grad_norm)

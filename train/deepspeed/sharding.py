@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train.optimizers.matrices import MatrixPart
+from train.optimizers.matrices import HiddenMatrix
 from train.optimizers.settings import MatrixOptimizer
 
 
@@ -85,26 +85,35 @@ class Sharding:
 
     def matrices(
         self, settings: MatrixOptimizer, names: frozenset[str], dtype: torch.dtype
-    ) -> list[MatrixPart]:
-        """Return this rank's parts of the matrices with these names; one is computed in `dtype`."""
-        parts, rank = [], dist.get_rank()
+    ) -> list[HiddenMatrix]:
+        """Return the matrices with these names, on all ranks; directions are in `dtype`."""
+        registered, rank = [], dist.get_rank()
         for parameters, weights in self._groups():
             size, begin = weights.numel(), 0
             for parameter in parameters:
                 end = begin + parameter.numel()
                 # From the rank on which the matrix begins to the one on which it ends.
                 ranks = range(begin // size, (end - 1) // size + 1)
-                if self._names[parameter] in names and rank in ranks:
+                if self._names[parameter] in names:
                     bounds = [begin, *(size * holder for holder in ranks[1:]), end]
-                    spans = tuple((a - begin, b - begin) for a, b in itertools.pairwise(bounds))
-                    # From places in the flat matrix to places in the flat weights of this rank.
-                    start, stop = (begin + at - rank * size for at in spans[rank - ranks[0]])
+                    counts = [stop - start for start, stop in itertools.pairwise(bounds)]
+                    held = dict(zip(ranks, counts, strict=True))
+                    # Its place in the flat weights of this rank.
+                    start = max(begin - rank * size, 0)
+                    own = (slice(start, start + held[rank]),) if rank in held else ()
                     direction = partial(_flat_direction, settings, parameter.shape, dtype)
-                    parts.append(
-                        MatrixPart(weights, slice(start, stop), ranks[0], spans, direction)
+                    registered.append(
+                        HiddenMatrix(
+                            parameter.shape,
+                            settings.decays(self._names[parameter]),
+                            held,
+                            weights,
+                            own,
+                            direction,
+                        )
                     )
                 begin = end
-        return parts
+        return registered
 
     def gradient_norm(self) -> Tensor:
         """Return the L2 norm of the whole gradient before clipping; infinite if it overflowed."""

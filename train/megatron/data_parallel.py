@@ -26,8 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from base.libraries.private_names import replace
+from train.planning.communication import communication
 
-BUCKET_ELEMENTS: int | None = None  # as megatron-core: 40 million, more on more than 40 ranks
+BUCKET_ELEMENTS: int | None = None  # instead of those of `train.planning.communication`
 PIECE_ELEMENTS = 1 << 20  # sent at once: few enough to be added while they are in the cache
 
 
@@ -36,18 +37,32 @@ def overlaps(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def averages(group: dist.ProcessGroup) -> bool:
+    """Return whether the reduction of gradients divides by the ranks itself; gloo cannot.
+
+    Otherwise mcore divides before, in a pass of its own over all gradients. On a power of two of
+    ranks both give the same bits.
+    """
+    return dist.get_backend(group) == "nccl"
+
+
 class DataParallel(DistributedDataParallel):
     """One stage with its buffers of weights and gradients, and their pending collectives."""
 
     def __init__(self, config: TransformerConfig, model: GPTModel, device: torch.device) -> None:
         self.overlaps = overlaps(device)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        rule = communication(group.size())
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=self.overlaps,
             overlap_param_gather=self.overlaps,
+            average_in_collective=averages(group),
+            pad_buckets_for_high_nccl_busbw=self.overlaps and rule.padded,
         )
-        super().__init__(config, settings, model, full_param_layout=_layout(model, settings))
+        layout = _layout(model, settings, group.size(), BUCKET_ELEMENTS or rule.bucket_elements)
+        super().__init__(config, settings, model, full_param_layout=layout)
         if self.overlaps:
             # Within it mcore leaves gradients unreduced: in all microbatches but the last.
             config.no_sync_func = self.no_sync
@@ -96,13 +111,13 @@ class DataParallel(DistributedDataParallel):
                     bucket.start_param_sync(force_sync=True)
 
 
-def _layout(model: GPTModel, settings: DistributedDataParallelConfig) -> FullParamLayout:
+def _layout(
+    model: GPTModel, settings: DistributedDataParallelConfig, ranks: int, elements: int
+) -> FullParamLayout:
     """Return the places of parameters in the buffers: in buckets on every stage, if they overlap.
 
     mcore itself puts all of a later stage into one bucket.
     """
-    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    elements = BUCKET_ELEMENTS or max(40_000_000, 1_000_000 * ranks)
     return DistributedOptimizer.compute_full_param_layout(
         list(model.parameters()),
         elements if settings.overlap_grad_reduce else None,

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
-from train.distributed import gathered
-from train.engine import Snapshot, StepResult
+from train.distributed import gathered, with_flags
+from train.engine import Accept, Flags, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.megatron import transformer_engine
 from train.megatron.layers import kernel_of_attention
@@ -104,18 +104,20 @@ class MegatronEngine:
         return {"attention": attention, "weight_gradients": "torch, in fp32"}
 
     def train_step(
-        self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]
+        self, batch: Batch, learning_rate: float, accept: Accept, flags: Flags = tuple
     ) -> StepResult:
         """Run forward and backward on the replica's batch; if accepted, clip and update."""
         self._pipeline.model.zero_grad_buffer()
         self._optimizer.zero_grad()
         sums = self._pipeline.losses(batch, forward_only=False)
-        # One reduction, and one transfer to the host, for the losses and the norm together.
-        parts = torch.cat([sums, squared_gradient_norm(self._optimizer)])
-        *sums_of_all, square = _over_all_ranks(parts)
+        square = squared_gradient_norm(self._optimizer)
+        # One reduction, and one transfer to the host, for the norm, the losses and the flags.
+        square_of_all, *sums_of_all = _over_all_ranks(
+            with_flags(torch.cat([square, sums]), flags())
+        )
 
         positions = batch.counted_BS.numel() * self.data_parallel
-        result = StepResult.of(sums_of_all, positions, math.sqrt(square))
+        result = StepResult.of(sums_of_all, positions, math.sqrt(square_of_all))
         if accept(result):
             # A save may still be copying the weights that the update overwrites.
             self._memory.fence()

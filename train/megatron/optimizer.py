@@ -3,6 +3,7 @@
 Weight-decay groups, clipping, and hidden matrices for optimizers that take them whole.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from base.errors import UserError
 from train.megatron.model import PARAMETER_DTYPE, global_parameters
-from train.megatron.optimizer_state import OptimizerState
+from train.megatron.optimizer_state import OptimizerState, Piece
 from train.model import megatron_names
-from train.model.config import hidden_matrices
+from train.model.config import hidden_matrices, parameter_shapes
 from train.optimizers import matrices
 from train.optimizers.settings import MatrixOptimizer
 from train.optimizers.stepping import GroupStepOptimizer, Member
@@ -125,40 +126,75 @@ def register_matrices(run: RunConfig, model: Any, state: OptimizerState) -> None
         return
     hidden = hidden_matrices(run.model)
     names = {parameter: name for name, parameter in global_parameters(model).items()}
-    parts = [
-        matrices.MatrixPart(
-            piece.inner,
-            slice(0, piece.inner.numel()),
-            piece.owner,
-            piece.ranks,
-            partial(_direction, run, settings, names[piece.parameter], piece.parameter.shape),
-        )
-        for piece in state.pieces
-        if hidden.issuperset(megatron_names.hf_names(names[piece.parameter]))
+    pieces = {piece.parameter: piece for piece in state.pieces}
+    registered = [
+        matrix
+        for parameter, ranges in state.ranges()
+        if hidden.issuperset(megatron_names.hf_names(names[parameter]))
+        for matrix in _matrices(run, settings, names[parameter], ranges, pieces.get(parameter))
     ]
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    matrices.register(settings, state.inner_optimizer, parts, group)
+    device = next(iter(names)).device
+    matrices.register(settings, state.inner_optimizer, registered, group, device)
+
+
+def _matrices(
+    run: RunConfig,
+    settings: MatrixOptimizer,
+    name: str,
+    ranges: dict[int, tuple[int, int]],
+    piece: Piece | None,
+) -> Iterator[matrices.HiddenMatrix]:
+    """Yield the HF matrices in the megatron tensor `name`.
+
+    Queries, keys, values, gate and up are matrices of their own in HF: the one in which they are
+    fused here is a matter of layout. Their rows may lie apart in it, a span in every query group.
+
+    Args:
+        run: its model and precision.
+        settings: of the optimizer.
+        name: of a tensor of this stage.
+        ranges: (start, stop) in the flat tensor, or tensor-parallel shard, by data-parallel rank.
+        piece: this rank's, if it holds one.
+    """
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    axis, shape = megatron_names.shard_axis(name), megatron_names.whole_shape(name, run.model)
+    width = shape[1] // (size if axis == 1 else 1)
+    for hf_name, rows in megatron_names.hf_rows(name, run.model, size).items():
+        spans = [(begin * width, end * width) for begin, end in rows]
+        parts = {rank: _within(spans, *stretch) for rank, stretch in ranges.items()}
+        held = {rank: sum(end - begin for begin, end in part) for rank, part in parts.items()}
+        own = _within(spans, piece.start, piece.stop) if piece else []
+        start = piece.start if piece else 0
+        yield matrices.HiddenMatrix(
+            parameter_shapes(run.model)[hf_name],
+            settings.decays(hf_name),
+            {rank: count for rank, count in held.items() if count},
+            piece.inner if piece and own else None,
+            tuple(slice(begin - start, end - start) for begin, end in own),
+            partial(_direction, settings, PARAMETER_DTYPE[run.precision], width, axis),
+        )
+
+
+def _within(spans: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the parts of the spans that are in [start, stop)."""
+    parts = [(max(begin, start), min(end, stop)) for begin, end in spans]
+    return [(begin, end) for begin, end in parts if begin < end]
 
 
 def _direction(
-    run: RunConfig, settings: MatrixOptimizer, name: str, shape: torch.Size, flat: Tensor
+    settings: MatrixOptimizer, dtype: torch.dtype, width: int, axis: int | None, flat: Tensor
 ) -> Tensor:
-    """Return the direction of a megatron tensor's shard on this rank, flat, by HF matrices.
+    """Return the direction of an HF matrix's shard on this rank, flat.
 
-    Queries, keys, values, gate and up are matrices of their own in HF: the one in which they are
-    fused here is a matter of layout, and a tensor rank's shard even more so. All tensor ranks call
-    and compute the same.
+    All tensor ranks call and compute the same.
     """
     size = parallel_state.get_tensor_model_parallel_world_size()
+    if axis is None or size == 1:
+        return settings.direction(flat.view(-1, width), dtype).flatten()
+    shards = [torch.empty_like(flat) for _ in range(size)]
+    dist.all_gather(shards, flat, parallel_state.get_tensor_model_parallel_group())
+    matrix = torch.cat([shard.view(-1, width) for shard in shards], axis)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    shards = [torch.empty_like(flat) for _ in range(size)] if size > 1 else [flat]
-    if size > 1:
-        dist.all_gather(shards, flat, parallel_state.get_tensor_model_parallel_group())
-    matrix = megatron_names.unshard(name, [shard.view(shape) for shard in shards])
-
-    dtype = PARAMETER_DTYPE[run.precision]
-    # The rows of an HF matrix lie apart in a fused one: a span in every query group.
-    for rows in megatron_names.hf_rows(name, run.model).values():
-        index = torch.cat([torch.arange(*span, device=flat.device) for span in rows])
-        matrix[index] = settings.direction(matrix[index], dtype)
-    return megatron_names.shard(name, matrix, rank, size).flatten()
+    shard: Tensor = settings.direction(matrix, dtype).chunk(size, axis)[rank]
+    return shard.flatten()

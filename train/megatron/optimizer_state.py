@@ -80,23 +80,37 @@ class OptimizerState:
         buffer = part.buffers[buffer_index]
         (ranges_by_bucket,) = part.gbuf_ranges[buffer_index].values()
         for bucket, ranges in zip(buffer.buckets, ranges_by_bucket, strict=True):
-            # mcore pads buckets so that all ranks hold equal stretches of them.
-            stretch = bucket.grad_data.numel() // part.data_parallel_group.size()
             for parameter, places in ranges["param_map"].items():
-                begin, end, _ = buffer.param_index_map[parameter]
-                begin, end = begin - bucket.offset, end - bucket.offset
-                owner, last = begin // stretch, (end - 1) // stretch
-                # Where the parameter begins, the borders of ranks within it, and where it ends.
-                bounds = [begin, *(stretch * rank for rank in range(owner + 1, last + 1)), end]
+                by_rank = self._ranges(buffer, bucket, parameter)
                 group_index, order = part.model_param_group_index_map[parameter]
                 yield Piece(
                     parameter,
                     places["param"].start,
                     places["param"].end,
-                    owner,
-                    tuple((a - begin, b - begin) for a, b in itertools.pairwise(bounds)),
+                    min(by_rank),
+                    tuple(by_rank.values()),
                     part.optimizer.param_groups[group_index]["params"][order],
                 )
+
+    def _ranges(
+        self, buffer: Any, bucket: Any, parameter: torch.nn.Parameter
+    ) -> dict[int, tuple[int, int]]:
+        """Return (start, stop) in the flat parameter, by the data-parallel ranks that hold it."""
+        # mcore pads buckets so that all ranks hold equal stretches of them.
+        stretch = bucket.grad_data.numel() // self._part.data_parallel_group.size()
+        begin, end, _ = buffer.param_index_map[parameter]
+        begin, end = begin - bucket.offset, end - bucket.offset
+        ranks = range(begin // stretch, (end - 1) // stretch + 1)
+        # Where the parameter begins, the borders of ranks within it, and where it ends.
+        bounds = [begin, *(stretch * rank for rank in ranks[1:]), end]
+        spans = [(a - begin, b - begin) for a, b in itertools.pairwise(bounds)]
+        return dict(zip(ranks, spans, strict=True))
+
+    def ranges(self) -> Iterator[tuple[torch.nn.Parameter, dict[int, tuple[int, int]]]]:
+        """Yield every parameter of this stage, in one order on all ranks, and who holds it."""
+        for buffer in self._part.buffers:
+            for parameter, (_, _, bucket) in buffer.param_index_map.items():
+                yield parameter, self._ranges(buffer, buffer.buckets[bucket], parameter)
 
     def weights(self) -> list[Tensor]:
         """Return the fp32 main weights of this rank."""

@@ -61,11 +61,14 @@ def from_hf(name: str, get_hf: Callable[[str], Tensor], model: ModelConfig) -> T
     return parts[0]
 
 
-def hf_rows(name: str, model: ModelConfig) -> dict[str, list[tuple[int, int]]]:
-    """Return the rows [start, stop) of the megatron tensor `name` that make up each HF tensor."""
+def hf_rows(name: str, model: ModelConfig, size: int = 1) -> dict[str, list[tuple[int, int]]]:
+    """Return the rows [start, stop) of the megatron tensor `name` that make up each HF tensor.
+
+    They are the same in each of `size` shards of it: every one has a part of each HF tensor.
+    """
     entry, _ = _entry(name)
     names = hf_names(name)
-    rows = whole_shape(name, model)[0]
+    rows = whole_shape(name, model)[0] // (size if entry.shard_axis == 0 else 1)
     if entry.fusion == "qkv":
         # Rows of a group: those of its query heads, of the key head, of the value head.
         query_rows = model.num_attention_heads // model.num_key_value_heads * model.head_dim

@@ -1,11 +1,13 @@
 """Updates of whole hidden matrices whose states are flat and cut over data-parallel ranks.
 
-A matrix is on one rank or on consecutive ones: the first receives the others' parts, computes the
-direction of the update, and returns theirs. The engine registers its parts with its optimizer,
-which then leaves them out.
+The parts of a matrix are on one rank or on consecutive ones. Any rank may compute it: it receives
+all parts, computes the direction of the update, and returns them. The engine registers all
+matrices, on every rank, with its optimizer, which then leaves them out.
 """
 
-from collections.abc import Callable, Iterator
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,113 +16,171 @@ from torch import Tensor
 
 from train.optimizers.settings import MatrixOptimizer
 
+# Of whole matrices that a rank computes in a round, at most, unless a single one is larger: 1 GiB.
+# As many elements again are its own parts of the matrices of the round.
+ROUND_ELEMENTS = 1 << 28
 
-class MatrixPart(NamedTuple):
-    """The part on this rank of a matrix, or of its tensor-parallel shard."""
 
-    weights: Tensor  # flat: the optimizer updates it and keys its state by it
-    span: slice  # of the part in it
-    owner: int  # first data-parallel rank with a part
-    ranges: tuple[tuple[int, int], ...]  # (start, stop) in the flat matrix, from the owner on
-    direction: Callable[[Tensor], Tensor]  # of the whole, flat
+class HiddenMatrix(NamedTuple):
+    """A hidden matrix in HF's terms, or its tensor-parallel shard, and what this rank holds."""
+
+    shape: tuple[int, ...]  # of the whole matrix
+    decayed: bool  # as its parameter group
+    held: dict[int, int]  # elements on each data-parallel rank that holds some, in order
+    weights: Tensor | None  # flat: the optimizer updates it and keys its state by it
+    spans: tuple[slice, ...]  # of this rank's part in it, in order
+    direction: Callable[[Tensor], Tensor]  # of all parts, flat
+
+
+def rounds(
+    flops: Sequence[float], elements: Sequence[int], ranks: int
+) -> Iterator[list[list[int]]]:
+    """Yield rounds of matrices, by their numbers: those that each rank computes.
+
+    The largest matrix left goes to the rank with the least to do (longest processing time first,
+    Graham 1969): no rank has more than 4/3 of the least possible. Rounds bound memory; all ranks
+    begin one together.
+
+    Args:
+        flops: of the direction of each matrix.
+        elements: of each matrix on a rank that computes it.
+        ranks: number of ranks.
+
+    Example: four matrices on two ranks.
+        >>> list(rounds([3, 2, 2, 1], [9, 4, 4, 1], 2))
+        [[[0, 3], [1, 2]]]
+    """
+    order = sorted(range(len(flops)), key=lambda index: -flops[index])
+    while order:
+        count = ranks * max(1, ROUND_ELEMENTS // elements[order[0]])
+        numbers, order = order[:count], order[count:]
+        assigned: list[list[int]] = [[] for _ in range(ranks)]
+        loads = [(0.0, rank) for rank in range(ranks)]
+        for index in numbers:
+            load, rank = loads[0]
+            assigned[rank].append(index)
+            heapq.heapreplace(loads, (load + flops[index], rank))
+        yield assigned
 
 
 def register(
     settings: MatrixOptimizer,
     optimizer: torch.optim.Optimizer,
-    parts: list[MatrixPart],
+    matrices: list[HiddenMatrix],
     group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> None:
-    """Update these parts as matrices at every step, with rate and decay of their parameter group.
+    """Update these matrices at every step, with rate and decay of their parameter groups.
 
-    `group` are the data-parallel ranks; all of them step together.
+    `group` are the data-parallel ranks. All of them step together, and give the same matrices in
+    the same order.
     """
+    exchanges = {
+        decayed: _exchanges(
+            settings, [each for each in matrices if each.decayed == decayed], group, device
+        )
+        for decayed in (False, True)
+    }
 
+    @torch.no_grad()
     def before_step(stepping: torch.optim.Optimizer, *_: Any) -> None:
-        for values in stepping.param_groups:
-            # By identity: to compare tensors with == compares their elements.
-            members = set(map(id, values["params"]))
-            of_group = [part for part in parts if id(part.weights) in members]
-            _update(settings, optimizer, of_group, values["lr"], values["weight_decay"], group)
+        # DeepSpeed steps every group alone; a rank without parts of a group computes its matrices.
+        for values in filter(itemgetter("hidden"), stepping.param_groups):
+            rate, decay = values["lr"], values["weight_decay"]
+            for exchange in exchanges[values["decayed"]]:
+                updates = [_accumulated(settings, optimizer, *part) for part in exchange.parts]
+                exchange.replace_by_directions(updates)
+                for (weights, span), update in zip(exchange.parts, updates, strict=True):
+                    weights.detach()[span].mul_(1 - rate * decay).add_(update, alpha=-rate)
+            for weights in values["params"]:
+                weights.grad = None  # the optimizer leaves out what has no gradient
 
     optimizer.register_step_pre_hook(before_step)
 
 
-@torch.no_grad()
-def _update(
+def _exchanges(
     settings: MatrixOptimizer,
-    optimizer: torch.optim.Optimizer,
-    parts: list[MatrixPart],
-    rate: float,
-    decay: float,
+    matrices: list[HiddenMatrix],
     group: dist.ProcessGroup | None,
-) -> None:
-    updates = []
-    for part in parts:
-        assert part.weights.grad is not None
-        states = optimizer.state[part.weights]
-        parts_of_states = {name: states[name][part.span] for name in settings.STATES}
-        updates.append(settings.accumulate(part.weights.grad[part.span], parts_of_states))
-
-    _replace_by_directions(parts, updates, group)
-    for part, update in zip(parts, updates, strict=True):
-        part.weights.detach()[part.span].mul_(1 - rate * decay).add_(update, alpha=-rate)
-
-    for part in parts:
-        part.weights.grad = None  # the optimizer leaves out what has no gradient
+    device: torch.device,
+) -> list["_Exchange"]:
+    flops = [settings.direction_flops(matrix.shape) for matrix in matrices]
+    elements = [sum(matrix.held.values()) for matrix in matrices]
+    return [
+        _Exchange([[matrices[index] for index in indices] for indices in assigned], group, device)
+        for assigned in rounds(flops, elements, dist.get_world_size(group))
+    ]
 
 
-def _replace_by_directions(
-    parts: list[MatrixPart], updates: list[Tensor], group: dist.ProcessGroup | None
-) -> None:
-    """Replace the parts of matrices by those of their directions."""
-    rank = dist.get_rank(group)
-    matrices = {
-        index: torch.empty(part.ranges[-1][1], dtype=update.dtype, device=update.device)
-        for index, (part, update) in enumerate(zip(parts, updates, strict=True))
-        if part.owner == rank
-    }
-    for index, matrix in matrices.items():
-        start, stop = parts[index].ranges[0]
-        matrix[start:stop] = updates[index]
-    _exchange(parts, updates, matrices, group, to_owner=True)
-
-    for index, matrix in matrices.items():
-        matrix.copy_(parts[index].direction(matrix))
-
-    _exchange(parts, updates, matrices, group, to_owner=False)
-    for index, matrix in matrices.items():
-        start, stop = parts[index].ranges[0]
-        updates[index].copy_(matrix[start:stop])
+def _accumulated(
+    settings: MatrixOptimizer, optimizer: torch.optim.Optimizer, weights: Tensor, span: slice
+) -> Tensor:
+    """Update the states of a span; return what the direction takes of it."""
+    assert weights.grad is not None
+    states = optimizer.state[weights]
+    span_states = {name: states[name][span] for name in settings.STATES}
+    return settings.accumulate(weights.grad[span], span_states)
 
 
-def _exchange(
-    parts: list[MatrixPart],
-    updates: list[Tensor],
-    matrices: dict[int, Tensor],
-    group: dist.ProcessGroup | None,
-    *,
-    to_owner: bool,
-) -> None:
-    """Send parts to the owners of their matrices, or back; `matrices` are those of this rank."""
-    operations = []
-    for index, part in enumerate(parts):
-        for tensor, peer in _messages(part, updates[index], matrices.get(index)):
-            # On the way to the owner all others send; on the way back the owner does.
-            send = to_owner == (index not in matrices)
-            peer = dist.get_global_rank(group, peer) if group else peer
-            operations.append(dist.P2POp(dist.isend if send else dist.irecv, tensor, peer, group))
-    # All at once: in turn, two ranks could each wait for the other to receive.
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
+class _Exchange:
+    """A round: the matrices of every rank, and the messages that carry their parts.
 
+    A rank sends what it holds by the rank that computes, and receives by the rank that holds. Both
+    go by the order of matrices within that, so a message needs no description.
 
-def _messages(
-    part: MatrixPart, update: Tensor, matrix: Tensor | None
-) -> Iterator[tuple[Tensor, int]]:
-    """Yield each tensor that this rank sends or receives for a matrix, with the other rank."""
-    if matrix is None:
-        yield update, part.owner
-        return
-    for peer, (start, stop) in enumerate(part.ranges[1:], part.owner + 1):
-        yield matrix[start:stop], peer
+    Attributes:
+        parts: of this rank, in the order in which it sends them.
+    """
+
+    def __init__(
+        self,
+        assigned: list[list[HiddenMatrix]],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._group, self._device, rank = group, device, dist.get_rank(group)
+        self._computed = assigned[rank]
+        self._sent = [sum(matrix.held.get(rank, 0) for matrix in matrices) for matrices in assigned]
+        # Elements of a matrix from a rank, in the order in which they arrive.
+        self._pieces = [
+            (index, matrix.held[source])
+            for source in range(len(assigned))
+            for index, matrix in enumerate(self._computed)
+            if source in matrix.held
+        ]
+        self._received = [
+            sum(matrix.held.get(source, 0) for matrix in self._computed)
+            for source in range(len(assigned))
+        ]
+        self.parts = [
+            (matrix.weights, span)
+            for matrices in assigned
+            for matrix in matrices
+            if matrix.weights is not None
+            for span in matrix.spans
+        ]
+
+    def replace_by_directions(self, updates: list[Tensor]) -> None:
+        """Replace this rank's parts of matrices by those of the directions."""
+        sizes = [len(update) for update in updates]
+        sent = torch.cat(updates) if updates else torch.empty(0, device=self._device)
+        updates[:] = sent.split(sizes)  # in one place, also on the way back
+        received = sent
+        if len(self._sent) > 1:
+            received = sent.new_empty(sum(self._received))
+            dist.all_to_all_single(received, sent, self._received, self._sent, group=self._group)
+
+        views = received.split([count for _, count in self._pieces])
+        for index, matrix in enumerate(self._computed):
+            # The ranks that hold a matrix are in the order of its elements.
+            parts = [
+                view
+                for view, (number, _) in zip(views, self._pieces, strict=True)
+                if number == index
+            ]
+            direction = matrix.direction(torch.cat(parts))
+            for part, values in zip(parts, direction.split(list(map(len, parts))), strict=True):
+                part.copy_(values)
+
+        if len(self._sent) > 1:
+            dist.all_to_all_single(sent, received, self._sent, self._received, group=self._group)

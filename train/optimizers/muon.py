@@ -37,6 +37,16 @@ class Muon(AdamMoments, MatrixOptimizer):
         momentum.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
 
+    def direction_flops(self, shape: tuple[int, ...]) -> float:
+        """Return the FLOPs of the iterations: two products of short x long, one of short x short.
+
+        Example:
+            >>> Muon(peak_lr=0.0).direction_flops((3, 2)) / ITERATIONS
+            64.0
+        """
+        short, long = sorted(shape)
+        return float(ITERATIONS * 2 * short**2 * (2 * long + short))
+
     def direction(self, matrix: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the orthogonalised matrix."""
         return orthogonalized(matrix, dtype)

@@ -124,6 +124,10 @@ class MatrixOptimizer(OptimizerConfig):
         """Update the states of a part of a matrix in place; return what `direction` takes of it."""
 
     @abstractmethod
+    def direction_flops(self, shape: tuple[int, ...]) -> float:
+        """Return the FLOPs of the products in the direction of a matrix of this shape."""
+
+    @abstractmethod
     def direction(self, matrix: "Tensor", dtype: "torch.dtype") -> "Tensor":
         """Return the direction, times the learning rate subtracted from a whole HF matrix [O, I].
 

@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 from train.model import megatron_names
 from train.model.chunks import LOSS_CHUNK_TOKENS
-from train.model.config import ModelConfig, parameter_shapes
+from train.model.config import ModelConfig, hidden_matrices, parameter_shapes
 from train.model.precision import FP8_RECIPES, dtype_of, weights_dtype
+from train.optimizers.matrices import ROUND_ELEMENTS
+from train.optimizers.settings import MatrixOptimizer
 from train.run.config import RunConfig
 from train.run.schedules import first_step
 
@@ -149,7 +151,26 @@ def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
             raise NotImplementedError(f"activations of a layer of {arrangement} are not counted")
 
 
-def _activations(config: RunConfig, stage: int, num_micro: int) -> dict[str, int]:
+def _matrix_bytes(config: RunConfig, replicas: int) -> int:
+    """Return the bytes of an update of whole matrices, in rounds: see `train.optimizers.matrices`.
+
+    Those that a rank computes, its own parts, and of one matrix copies in fp32 and for products.
+    """
+    if not isinstance(config.optimizer, MatrixOptimizer):
+        return 0
+    shapes, hidden = parameter_shapes(config.model), hidden_matrices(config.model)
+    elements = [math.prod(shapes[name]) for name in hidden]
+    largest = max(elements)
+    of_stage = sum(elements) // config.parallel.pipeline
+    share = min(of_stage // config.parallel.tensor // replicas, ROUND_ELEMENTS)
+    in_flight = max(share, largest // config.parallel.tensor)
+    product = _bytes_of(dtype_of(config.precision))
+    return 2 * in_flight * FP32 + largest * (2 * FP32 + 3 * product)
+
+
+def _activations(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
+    num_micro = config.batch_size // (replicas * config.micro_batch_size)
+    matrices = _matrix_bytes(config, replicas)
     parallel, model, r = config.parallel, config.model, bytes_of_weight(config)
     tokens = config.micro_batch_size * config.data.sequence_length
     replicated, split = layer_activation_bytes(config)
@@ -174,6 +195,8 @@ def _activations(config: RunConfig, stage: int, num_micro: int) -> dict[str, int
         components["gradient of the embedding"] = max(0, embedding - kept - again - loss)
     if config.cuda_graphs:  # the microbatch in the graph has memory of its own
         components["CUDA graph"] = sum(components.values())
+    # An update comes when a step's activations are gone.
+    components["matrices being updated"] = max(0, matrices - kept - again - loss)
     return components
 
 
@@ -229,10 +252,9 @@ def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
 def rank_memory(config: RunConfig, world_size: int) -> RankMemory:
     """Return the memory of a GPU of the fullest stage; UserError where batch or layout fail."""
     replicas = config.data_parallel_size(world_size)
-    num_micro = config.batch_size // (replicas * config.micro_batch_size)
     stages = []
     for stage in range(config.parallel.pipeline):
-        parts = _state(config, stage, replicas) | _activations(config, stage, num_micro)
+        parts = _state(config, stage, replicas) | _activations(config, stage, replicas)
         parts["framework"] = FRAMEWORK_BYTES
         stages.append(RankMemory(stage, {name: size for name, size in parts.items() if size}))
     return max(stages, key=lambda memory: memory.bytes)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from base.errors import UserError
+from train.planning.communication import communication_words
 from train.planning.flops import GPUS, GpuKind, flops_per_token
 from train.planning.memory import (
     RankMemory,
@@ -47,6 +48,8 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
         # The layout of its run.json, which need not divide these GPUs.
         try:
             console.print(_memory_table(rank_memory(run, gpus), kind.memory_bytes))
+            if words := communication_words(run, gpus):
+                console.print(f"  communication: {words}")
             host = snapshot_bytes(run, gpus)
             console.print(f"  host memory of a rank for the copies of a save: {_gigabytes(host)}")
             if run.probe:

@@ -1,4 +1,6 @@
-"""The flags on which all ranks agree after every step, by one reduction of a few numbers."""
+"""The flags on which all ranks agree in every step, by the sums that the step makes anyway."""
+
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -14,40 +16,63 @@ from train.run.directory import RunDirectory
 class Agreement:
     """The flags of one rank, and their result over all. Every rank calls every method.
 
+    A message of its own would go around a ring of all ranks while the GPUs wait. So flags are added
+    to a reduction that exists: each counts the ranks that raise it. They are read while a GPU still
+    computes, so what comes later in the step counts at the end of the next one.
+
     Attributes:
         stop_reason: who asked this rank to stop, if anybody.
         stopping: whether any rank was asked to.
+        memory_bytes: largest peak of any rank's memory.
     """
 
     def __init__(self, directory: RunDirectory, attempt: Attempt, saver: Saver) -> None:
         self._directory, self._attempt, self._saver = directory, attempt, saver
+        self._successor: str | None = None
+        self._failure: str | None = None
+        self._peak_bytes = 0.0
         self.stop_reason = ""
         self.stopping = False
+        self.memory_bytes = 0.0
 
-    def share(self, step: int, failure: str | None) -> tuple[float, bool]:
-        """Return the largest peak of memory, in bytes, and whether any rank still writes a save.
+    def flags(self, failure: str | None) -> list[float]:
+        """Return this rank's flags as zeros and ones; `reached` takes their sums over all ranks.
 
-        Ranks also learn of each other's requests to stop, and of a `failure` to read the batch
-        after `step`.
+        Among them is a `failure` to read the next batch.
+        """
+        rank_zero = dist.get_rank() == 0
+        stop_file = self._directory.stop_file if rank_zero else None
+        self.stop_reason = stopping.requested(stop_file) or self.stop_reason
+        self._successor = self._attempt.successor() if rank_zero else None
+        self._failure = failure
+        self._peak_bytes = float(peak_memory_bytes())
+        flags = (
+            self.stop_reason,
+            self._saver.writing,
+            self._successor,
+            self._failure,
+            self._peak_bytes > self.memory_bytes,
+        )
+        return [float(bool(flag)) for flag in flags]
+
+    def reached(self, step: int, sums: Sequence[float]) -> bool:
+        """Note what the ranks' flags of `step` come to; return whether any still writes a save.
 
         Raises:
             SupersededError: a newer attempt has begun.
             UserError: a rank cannot read the next batch.
         """
-        rank_zero = dist.get_rank() == 0
-        stop_file = self._directory.stop_file if rank_zero else None
-        self.stop_reason = stopping.requested(stop_file) or self.stop_reason
-        successor = self._attempt.successor() if rank_zero else None
-        flags = [bool(self.stop_reason), self._saver.writing, successor is not None, bool(failure)]
-        stop, writing, superseded, failed, memory_bytes = largest(
-            [*map(float, flags), float(peak_memory_bytes())]
-        )
+        stop, writing, superseded, failed, grown = (count > 0 for count in sums)
         if superseded:
-            raise SupersededError(from_rank_zero(successor))
-        self.stopping = stop > 0
+            raise SupersededError(from_rank_zero(self._successor))
+        self.stopping = stop
         if failed and not self.stopping:
-            self.raise_failures(step, failure)
-        return memory_bytes, writing > 0
+            self.raise_failures(step, self._failure)
+        if grown:
+            # A maximum is no sum. But peaks only grow, and soon seldom do: until one is above all
+            # others, the last maximum holds.
+            (self.memory_bytes,) = largest([self._peak_bytes])
+        return writing
 
     def raise_failures(self, step: int, failure: str | None) -> None:
         """Raise on every rank that one of them cannot read the batch after `step`, if so.

@@ -52,7 +52,7 @@ class LoopPhase(IntEnum):
 WORDS = {
     LoopPhase.COMPUTE: "computes step {}",
     LoopPhase.READ: "reads its batch after step {}",
-    LoopPhase.AGREE: "exchanges flags after step {}",
+    LoopPhase.AGREE: "sums losses and flags over ranks in step {}",
     LoopPhase.SAVE: "logs, evaluates or saves after step {}",
 }
 
