@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from safetensors.torch import save_file
@@ -36,7 +36,7 @@ from ckpt_tools.hf.forward import check_shapes, empty_model, quiet_transformers,
 from ckpt_tools.probe import compute_probe
 from ckpt_tools.released.hub import hub
 from ckpt_tools.released.revisions import parse_revision
-from train.model.config import ModelConfig, hf_settings, parameter_shapes
+from train.model.config import Llama3Scaling, ModelConfig, hf_settings, parameter_shapes
 from train.model.families import FAMILIES, TRAINED_ARCHITECTURES
 from train.run.directory import (
     CHECKPOINT_JSON,
@@ -52,11 +52,12 @@ from train.run.directory import (
 IMPORTED = "imported"  # in the place of a run's name and fingerprint
 HUB_SOURCE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)@(?P<revision>\w[\w./-]*)", re.ASCII)
 # Fields of a configuration that change no logit: how it was written, special tokens, training,
-# heads that are not used.
+# heads that are not used, what decides only other fields that are compared.
 WITHOUT_EFFECT = {
     *("architectures", "dtype", "transformers_version", "_name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
     *("initializer_range", "classifier_dropout", "max_position_embeddings"),
+    *("pretraining_tp", "is_llama_config", "max_window_layers", "no_rope_layer_interval"),
 }
 
 
@@ -179,10 +180,15 @@ def read_trainable(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
         "family": config.model_type,
         "num_key_value_heads": config.num_attention_heads,  # if the family has no other
         "rope_theta": rope.get("rope_theta"),
+        "rope_scaling": _scaling(rope),
         "rotary_fraction": rope.get("partial_rotary_factor", 1.0),
-        "norm_eps": fields.get(training.norm_eps),
         "initializer": training.initializer,
     }
+    eps = training.norm_eps
+    settings["norm_eps"] = eps if isinstance(eps, float) else fields.get(eps)
+    # A run states a width of heads only where it does not follow.
+    if sizes.get("head_dim") == config.hidden_size // config.num_attention_heads:
+        del sizes["head_dim"]
     try:
         model = ModelConfig.model_validate(settings | sizes)
     except ValidationError as error:
@@ -194,15 +200,24 @@ def read_trainable(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
         model.family, **hf_settings(model, config.max_position_embeddings, 0)
     ).to_dict()
     # Not every family's configuration has it, but attention depends on it.
-    head_dim = {"head_dim": model.head_dim}
+    head_dim = {"head_dim": model.head_size}
     fields, expected = head_dim | fields, head_dim | expected
     for key in sorted((fields.keys() | expected.keys()) - WITHOUT_EFFECT):
-        if fields.get(key) != expected.get(key):
+        # A switch that transformers does not know, and that is off, changes nothing.
+        is_off = key not in expected and fields[key] is False
+        if fields.get(key) != expected.get(key) and not is_off:
             raise UserError(
                 f"{path}: {key} is {fields.get(key)!r}, runs of this family are trained with"
                 f" {expected.get(key)!r}; such models cannot be imported"
             )
     return model, config
+
+
+def _scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the scaling of a rotary embedding, if it is Llama 3's; others are compared."""
+    if rope.get("rope_type") != "llama3":
+        return None
+    return {key: rope[key] for key in Llama3Scaling.model_fields if key in rope}
 
 
 def _record(origin: ImportSource, model: ModelConfig, weights: HFWeights) -> CheckpointRecord:

@@ -37,7 +37,7 @@ from study.paths import last_model, quantization_result
 from study.released import ReleasedRun
 from study.results.summary import RunSummary, summarize
 from study.results.table import read_table, schema_of
-from train.model.config import ModelConfig, parameter_shapes
+from train.model.config import multiplied_parameters
 
 SIZE_COLUMNS = {
     "label": pa.string(),
@@ -46,12 +46,6 @@ SIZE_COLUMNS = {
     "evaluation_sha256": pa.string(),
 }
 End = dict[str, Any]
-
-
-def parameters_of(model: ModelConfig) -> int:
-    """Return the parameters without the token embedding, as OLMo-core's ladder names sizes."""
-    shapes = parameter_shapes(model).items()
-    return sum(math.prod(shape) for name, shape in shapes if "embed" not in name)
 
 
 def ends_of(directory: Path, study: Study) -> list[End]:
@@ -68,7 +62,8 @@ def _end(directory: Path, study: Study, summary: RunSummary) -> End:
         evaluation = read_result(path, Quantization).spec.evaluation
         end["evaluation_sha256"] = evaluation.sha256 if evaluation else None
     if not isinstance(run, ReleasedRun):  # of a released model no size is known
-        end["parameters"] = parameters_of(run.model)
+        # Sizes are named so by OLMo-core's ladder, too.
+        end["parameters"] = multiplied_parameters(run.model)
         end["tokens_per_parameter"] = end["tokens"] / end["parameters"]
     return end
 

@@ -56,6 +56,7 @@ USES = (
         "replaced without CUDA: megatron-core asks for the device",
     ),
     Use(_CPU, "torch.Tensor", ("type",), "replaced without CUDA: it compares names of types"),
+    Use(_CPU, "torch.Tensor", ("cuda",), "replaced without CUDA: it moves a copy of the embedding"),
     Use(_CPU, "torch", ("zeros", "tensor"), "replaced without CUDA: it makes tensors there"),
     Use(_CPU, "torch", ("compile",), "replaced while megatron-core is imported: saves 1.5 s"),
     Use(

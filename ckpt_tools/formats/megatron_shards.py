@@ -192,7 +192,7 @@ class MegatronWeights:
             for name, tensor in self._stored.tensors.items()
             if not name.startswith(OPTIMIZER)
         }
-        names = megatron_names.megatron_names(model.num_hidden_layers)
+        names = megatron_names.megatron_names(model)
         shapes = {name: megatron_names.whole_shape(name, model) for name in names}
         check_tensors(stored_weights, shapes, checkpoint, "give another checkpoint")
         self.files = sorted({box.path.name for name in names for box in self._stored.boxes[name]})

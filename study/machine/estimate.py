@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from study.machine.disk import GB, gigabytes, needed_bytes, restart_bytes
 from study.machine.needs import HESSIAN, Needs, TrainingLayout
 from study.steps import steps_of
-from train.planning.flops import GPUS_PER_NODE
 from train.planning.communication import communication_words
+from train.planning.flops import GPUS_PER_NODE
 from train.planning.memory import rank_memory
 from train.planning.plan import in_words
 from train.planning.speed import GpuHours, gpu_hours

@@ -1,6 +1,7 @@
 """Imports: there and back bit for bit, computed with as by transformers, refused by name."""
 
 import json
+import math
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from base.files import record_files, sha256_of, write_json
 from ckpt_tools.checkpoint import verified_record
 from ckpt_tools.export import export
 from ckpt_tools.hf.directory import DOWNLOAD_JSON, DownloadRecord
-from ckpt_tools.importing import import_checkpoint
+from ckpt_tools.importing import import_checkpoint, read_trainable
 from tests.conftest import VOCAB_SIZE, make_hf_directory, widths
 from tests.digests import blake3_of
+from tests.quant_eval.models import random_model
 from tests.runs import make_run, on_ranks
 from tests.sealing import reseal
-from train.model.config import ModelConfig
+from train.model.config import ModelConfig, parameter_shapes
 from train.run.config import StartFrom, load_run
 
 # As in OLMo2 1B, 7B, 13B and 32B: heads, ratio of the MLP's width to the model's; 32B has 5 queries
@@ -39,6 +41,19 @@ SMALL: dict[str, Any] = {
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64},
 }
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+LLAMA3: dict[str, Any] = {
+    **{"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+}
+# Models of `tests.quant_eval.models`, with settings that runs know.
+OTHERS: dict[str, dict[str, Any]] = {
+    "llama-tied": {"rope_parameters": LLAMA3},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True},  # with wider heads than hidden_size / heads
+    "smollm3": {"no_rope_layers": None, "num_hidden_layers": 4},
+    "olmo": {"clip_qkv": None, "tie_word_embeddings": True},
+    "apertus": {},
+}
 
 
 def make_source(root: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -46,6 +61,8 @@ def make_source(root: Path, name: str, dtype: torch.dtype = torch.float32) -> Pa
     directory = root / name
     if name in SHAPES:
         make_hf_directory(directory, dtype=dtype, **SHAPES[name])
+    elif name in OTHERS:
+        random_model(name, **OTHERS[name]).to(dtype).save_pretrained(directory)
     else:
         config: Any = LlamaConfig(
             **SMALL, num_key_value_heads=2, rope_parameters=ROPE, rms_norm_eps=1e-5
@@ -69,7 +86,8 @@ def same_weights(left: Path, right: Path) -> bool:
 
 
 CASES = [(name, dtype) for name in SHAPES for dtype in ("fp32", "bf16")]
-CASES += [("llama", "bf16"), ("gpt_neox", "bf16"), ("gpt_neox", "fp16")]
+CASES += [(name, "bf16") for name in ("llama", "llama-tied", "qwen2", "qwen3", "smollm3", "olmo")]
+CASES += [("gpt_neox", "bf16"), ("gpt_neox", "fp16")]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -164,15 +182,20 @@ def test_both_spellings_of_rope_theta_mean_the_same(tmp_path):
     assert old.files["probe.safetensors"] == new.files["probe.safetensors"]
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SCALED = {"rope_type": "linear", "factor": 2.0}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("7b", {"rope_parameters": "removed", "rope_scaling": SCALED}, "rope_parameters is"),
     ("7b", {"attention_bias": True}, "attention_bias is True, runs of this family are trained"),
     ("llama", {"mlp_bias": True}, "mlp_bias is True"),
     ("7b", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ("7b", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
     ("7b", {"sliding_window": 128}, "sliding_window is 128, runs of this family are trained"),
-    ("llama", {"head_dim": 16}, "head_dim is 16, runs of this family are trained with 8"),
+    ("7b", {"head_dim": 16}, "olmo2 has heads of hidden_size / num_attention_heads"),
+    ("llama", {"rope_parameters": ROPE | YARN}, "rope_parameters is {'"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
+    ("smollm3", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers is [1, 0, 1], runs of this"),
+    ("olmo", {"clip_qkv": 8.0}, "clip_qkv is 8.0, runs of this family are trained with None"),
+    ("apertus", {"use_cache": False}, "is of ApertusForCausalLM; give one of Olmo2ForCausalLM"),
     ("gpt_neox", {"use_parallel_residual": False}, "use_parallel_residual is False"),
     ("7b", {"architectures": ["Olmo3ForCausalLM"]}, "is of Olmo3ForCausalLM; give one of"),
     ("7b", {"num_attention_heads": 24}, "64 does not divide over num_attention_heads 24"),
@@ -190,6 +213,76 @@ def test_what_runs_do_not_know_is_refused_by_name(tmp_path, name, changes, expec
         import_checkpoint(str(source), tmp_path / "out")
     assert expected in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+# Of config.json as published, what decides the architecture and what its authors' tools added.
+ROPE_32 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "HuggingFaceTB/SmolLM2-135M": (
+        134_515_008,
+        {
+            **widths(576, 1536, 9, 3, vocab_size=49_152, num_hidden_layers=30),
+            **{"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+            **{"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None},
+            **{"rope_theta": 100_000, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192},
+        },
+    ),
+    "HuggingFaceTB/SmolLM3-3B-Base": (
+        3_075_098_624,
+        {
+            **widths(2048, 11_008, 16, 4, vocab_size=128_256, num_hidden_layers=36),
+            **{"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"},
+            **{"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9},
+            **{"rope_theta": 5e6, "max_position_embeddings": 65_536, "pretraining_tp": 2},
+        },
+    ),
+    "meta-llama/Llama-3.2-1B": (
+        1_235_814_400,
+        {
+            **widths(2048, 8192, 32, 8, vocab_size=128_256, num_hidden_layers=16, head_dim=64),
+            **{"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+            **{"rope_theta": 5e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072},
+            "rope_scaling": ROPE_32
+            | {"original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        },
+    ),
+    "Qwen/Qwen2.5-0.5B": (
+        494_032_768,
+        {
+            **widths(896, 4864, 14, 2, vocab_size=151_936, num_hidden_layers=24),
+            **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_mrope": False},
+            **{"max_window_layers": 24, "sliding_window": 32_768, "use_sliding_window": False},
+            **{"rope_theta": 1e6, "max_position_embeddings": 32_768},
+        },
+    ),
+    "Qwen/Qwen3-0.6B-Base": (
+        596_049_920,
+        {
+            **widths(1024, 3072, 16, 8, vocab_size=151_936, num_hidden_layers=28, head_dim=128),
+            **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+            **{"max_window_layers": 28, "sliding_window": None, "use_sliding_window": False},
+            **{"rope_theta": 1_000_000, "max_position_embeddings": 32_768},
+        },
+    ),
+    "allenai/OLMo-1B-hf": (
+        1_176_764_416,
+        {
+            **widths(2048, 8192, 16, 16, vocab_size=50_304, num_hidden_layers=16),
+            **{"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "pretraining_tp": 1},
+            **{"clip_qkv": None, "rope_theta": 10_000.0, "max_position_embeddings": 2048},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_small_models_that_are_published_can_be_trained(tmp_path, name):
+    """As many parameters as their files have on the hub, the embedding once."""
+    parameters, config = PUBLISHED[name]
+    common = {"tie_word_embeddings": True, "attention_dropout": 0.0, "hidden_act": "silu"}
+    write_json(tmp_path / "config.json", common | config)
+    model, _ = read_trainable(tmp_path)
+    assert sum(map(math.prod, parameter_shapes(model).values())) == parameters
 
 
 NORM = "model.norm.weight"

@@ -16,7 +16,6 @@ from dynamics.across import (
     SCATTER,
     SizePoint,
     fit,
-    parameters_of,
     write_comparison,
     write_ends,
 )
@@ -24,6 +23,7 @@ from study.recipes.parts import sweep
 from study.results.table import Row, write_table
 from tests.study import factors
 from tests.study.claimed import SPEC, rows_of, run_of, study_of
+from train.model.config import multiplied_parameters
 from train.model.presets import OLMO2_30M
 from train.run.config import RunConfig
 
@@ -99,7 +99,7 @@ def test_what_decides_no_exponent_is_refused(points, words):
 
 
 def test_parameters_are_those_that_the_name_of_a_size_says():
-    assert 28e6 < parameters_of(OLMO2_30M) < 32e6
+    assert 28e6 < multiplied_parameters(OLMO2_30M) < 32e6
 
 
 def written(root, width: int, engine: str = "megatron"):
@@ -118,7 +118,7 @@ def written(root, width: int, engine: str = "megatron"):
         directory,
         study,
         lambda run, model: (
-            scatter * planted(parameters_of(run.model), model.step * run.tokens_per_step)
+            scatter * planted(multiplied_parameters(run.model), model.step * run.tokens_per_step)
         ),
     )
     whose = {run.name: {"engine": run.engine, "seed": run.seed} for run in runs}

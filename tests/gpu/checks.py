@@ -74,6 +74,7 @@ ON_ONE = (
     Check("documents", kernels.documents, 8),
     Check("sums", kernels.sums, 8),
     Check("loss", kernels.cross_entropy, 15),
+    Check("training, tied embeddings", training.tied, 40),
     Check("training, CUDA graph", training.graphs, 40),
     Check("DeepSpeed", training.deepspeed, 25),
     Check("DeepSpeed, compiled layers", compiled.gradients, 25),

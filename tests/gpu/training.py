@@ -15,7 +15,7 @@ from ckpt_tools.formats.megatron_shards import MegatronWeights
 from ckpt_tools.formats.weights import read_whole
 from tests.gpu.figures import CheckedFigure, SkippedError, apart
 from tests.gpu.workbench import Workbench, begin, make_run, train
-from train.model.config import ModelConfig, parameter_shapes
+from train.model.config import Llama3Scaling, ModelConfig, parameter_shapes
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
 from train.run.probe import ProbeConfig
@@ -75,6 +75,28 @@ def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
             "largest difference",
             most=0.0,
         ),
+    ]
+
+
+def tied(workbench: Workbench) -> list[CheckedFigure]:
+    """A model whose head is its embedding, with Llama 3's rotary scaling, on CPU and GPU."""
+    sizes, runs = workbench.sizes, list[Path]()
+    scaling = Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    )
+    changes = {"tie_word_embeddings": True, "rope_scaling": scaling}
+    model = sizes.compared.model_copy(update=changes)
+    for name in ("cpu", workbench.device):
+        runs.append(workbench.work / f"tied-{len(runs)}")
+        make_run(runs[-1], model, sizes.compared_length, steps=sizes.compared_steps)
+        train(runs[-1], name, "--deterministic")
+    return [
+        CheckedFigure(
+            f"losses of {sizes.compared_steps} steps of a tied model in fp32, CPU against GPU",
+            apart(*map(losses, runs)),
+            "nats/token, largest difference",
+            most=1e-3,
+        )
     ]
 
 

@@ -83,7 +83,7 @@ def eight_bit_kernels(precision: str) -> dict[str, Any]:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from tests.gpu.transformer_engine import EightBitLinear
-    from train.megatron.layers import CausalAttention, post_normed
+    from train.megatron.layers import CausalAttention
 
     def eight_bits(linear: Any) -> Any:
         class Linear(linear):
@@ -97,7 +97,7 @@ def eight_bit_kernels(precision: str) -> dict[str, Any]:
 
     return {
         "column": eight_bits(ColumnParallelLinear),
-        "row": post_normed(eight_bits(RowParallelLinear)),
+        "row": eight_bits(RowParallelLinear),
         "attention": CausalAttention,
     }
 

@@ -33,15 +33,16 @@ multiprocessing.set_executable(interpreter())
 FORKS.set_forkserver_preload(["tests.preloaded"])
 
 SECONDS = 600.0  # nothing is timed here: a bound on a check that hangs
-TRAINING = "training, CPU and GPU"  # starts new interpreters
+# Start new interpreters.
+TRAINING = {"training, CPU and GPU", "training, tied embeddings"}
 # As a command: tests/rehearsal/test_training.py has that on the stand-in.
-STARTS_TRAINING = {TRAINING, "DeepSpeed", "saves", "speed, 190M", "speed, 1B"}
+STARTS_TRAINING = {*TRAINING, "DeepSpeed", "saves", "speed, 190M", "speed, 1B"}
 NEEDS_GPU = {
     *(check.name for check in ON_ONE if check.name.startswith("Transformer Engine")),
     *("training, CUDA graph", "DeepSpeed, kernels"),
     *("libraries", "saved checkpoints in vLLM"),
 }
-STRESSED = {TRAINING, "speed, 1B"}  # in small as speed, 190M
+STRESSED = {*TRAINING, "speed, 1B"}  # in small as speed, 190M
 
 
 def rows(without: set[str]) -> list[Any]:

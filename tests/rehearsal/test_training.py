@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.conftest import widths
 from tests.rehearsal.stand_in import COPIES, READ_ON_HOST, OnGPU, gpu
 from tests.runs import draw_weights, make_run, python
+from train.model.config import Llama3Scaling, ModelConfig
 from train.run.config import load_run
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
@@ -25,6 +27,9 @@ from train.run.metrics import read_metrics
 from train.run.optimization import CosinePhase, ScheduleConfig, SmallerBatch
 from train.run.probe import ProbeConfig
 
+SCALING = Llama3Scaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
 FIGURES = ("loss", "z_loss", "grad_norm", "held_out_loss")
 SHORT: dict[str, Any] = {
     "total_steps": 3,
@@ -43,10 +48,15 @@ def figures(directory):
     ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path, inputs, precision):
+@pytest.mark.parametrize(("precision", "tied"), [("fp32", True), ("bf16", False)])
+def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path, inputs, precision, tied):
+    model = ModelConfig(
+        **widths(32, 64, 4, 4, vocab_size=320, num_hidden_layers=2),
+        tie_word_embeddings=tied,
+        rope_scaling=SCALING if tied else None,
+    )
     for device in ("cpu", "gpu"):
-        make_run(tmp_path / device, **inputs, **SHORT, precision=precision)
+        make_run(tmp_path / device, **inputs, **SHORT, precision=precision, model=model)
         done = python("tests.rehearsal.processes", device, str(tmp_path / device))
         assert done.returncode == 0, done.stderr[-3000:]
     assert len(figures(tmp_path / "gpu")) == 4

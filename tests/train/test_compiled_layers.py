@@ -126,7 +126,7 @@ def test_kernels_and_bytes_of_a_layer(tmp_path):
     counts = json.loads((tmp_path / "counts.json").read_text())
     for family, (kernels, moved) in counts.items():
         model, row = COUNTED[family], KERNELS["deepspeed", family]
-        keys = model.num_key_value_heads * model.head_dim
+        keys = model.num_key_value_heads * model.head_size
         sizes = model.hidden_size, keys, model.intermediate_size
         passes = sum(count * size for count, size in zip(row, sizes, strict=False))
         expected = 2 * passes * TOKENS + 12 * linear_weights(counted_run(model))

@@ -30,6 +30,13 @@ from train.run.parallel import ZeroConfig
 from train.run.schedules import learning_rate
 
 LENGTH, BATCH, VOCABULARY = 16, 8, 64
+# How models of some families differ from that of the others.
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"rotary_fraction": 0.25},
+    "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
+    "smollm3": {"num_hidden_layers": 4},  # the fourth has no rotary embedding
+    "olmo": {"norm_eps": 1e-5, "tie_word_embeddings": True},
+}
 PLAINLM = AdamW(peak_lr=1e-3, undecayed=("bias", "norm"), z_loss=0.0)
 
 
@@ -43,9 +50,11 @@ def small_run(
         "engine": "deepspeed",
         "precision": "fp32",
         "model": ModelConfig(
-            **widths(32, 48, 4, kv_heads, vocab_size=VOCABULARY, num_hidden_layers=2),
-            family=family,  # type: ignore[arg-type]
-            rotary_fraction=0.25 if family == "gpt_neox" else 1.0,
+            **(
+                widths(32, 48, 4, kv_heads, vocab_size=VOCABULARY, num_hidden_layers=2)
+                | DIFFERENT.get(family, {})
+            ),
+            family=family,
             initializer="truncated_normal" if family == "olmo2" else "normal",
         ),
         "data": DataConfig(
@@ -85,6 +94,11 @@ RUNS = {
         small_run("recompute", recompute="layers", total_steps=5),
         small_run("llama", stage=1, family="llama", kv_heads=2, optimizer=PLAINLM, total_steps=6),
         small_run("gpt_neox", stage=2, family="gpt_neox", optimizer=PLAINLM, total_steps=6),
+        *(
+            small_run(name, stage=2, family=name, kv_heads=2, optimizer=PLAINLM, total_steps=4)
+            for name in ("qwen2", "qwen3", "smollm3")
+        ),
+        small_run("olmo", family="olmo", optimizer=PLAINLM, total_steps=4),
     )
 }
 
@@ -296,7 +310,7 @@ def test_autocast_has_the_smaller_gradient_errors():
     assert ours < 0.8 * in_bf16  # measured 0.0056 and 0.0082
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen2", "qwen3", "smollm3", "olmo"])
 def test_other_families_with_plainlms_recipe_equal_a_plain_loop(reports, name):
     """Biases and norms are not decayed, embeddings are; no z-loss; normal initialisation."""
     expected = plain_report(RUNS[name], ("bias", "norm"))
@@ -310,12 +324,13 @@ def test_other_families_with_plainlms_recipe_equal_a_plain_loop(reports, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_gradients_by_layer_make_up_the_whole(reports, name):
-    """At every ZeRO stage, precision and family; two layers have an attention each."""
+    """At every ZeRO stage, precision and family; every layer has an attention."""
     figures = reports[name]["figures"]
     gradients = [value for key, value in figures.items() if key.startswith("gradient_norm/")]
     assert math.hypot(*gradients) == pytest.approx(reports[name]["rows"][-1][2], rel=1e-5)
     logits = {key: value for key, value in figures.items() if key.startswith("attention_logit")}
-    assert sorted(logits) == [f"attention_logit_max/layers.{layer}" for layer in (0, 1)]
+    layers = range(RUNS[name].model.num_hidden_layers)
+    assert sorted(logits) == [f"attention_logit_max/layers.{layer}" for layer in layers]
 
 
 def test_deepspeed_knows_every_setting():

@@ -2,6 +2,7 @@
 definitions, in transformers where it has them.
 """
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import Olmo2Config
 from transformers.models.olmo2 import modeling_olmo2
 
 from train.model import elementwise
+from train.model.config import Llama3Scaling
 from train.model.elementwise import normed, normed_and_rotated, swiglu
 from train.model.recomputing import recomputed
 from train.model.rotary import rotated, rotations
@@ -120,6 +122,33 @@ def test_turned_bf16_is_rounded_once():
     exact = torch.cat((pairs.real, pairs.imag), -1)
     error = (turned(heads_SBND).double() - exact).norm() / exact.norm()
     assert error < 1.7e-3
+
+
+def test_slowed_rotations_are_those_of_llama_3():
+    """Llama 3.2's: by the wavelength in tokens, feature by feature, and by transformers."""
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 = Llama3Scaling(**scaling, original_max_position_embeddings=8192)
+    cos, sin = rotations(2048, 64, 5e5, torch.device("cpu"), llama3)
+    slowed = 0
+    for feature in range(32):
+        wavelength = 2 * math.pi * 5e5 ** (2 * feature / 64)
+        divisor = 1.0
+        if wavelength > 8192 / 1:
+            divisor = 32.0
+        elif wavelength > 8192 / 4:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            divisor = 1 / ((1 - smooth) / 32 + smooth)
+        slowed += divisor > 1
+        angle = math.atan2(sin[1, 0, 0, 32 + feature].item(), cos[1, 0, 0, feature].item())
+        assert angle == pytest.approx(2 * math.pi / wavelength / divisor, rel=1e-5)
+    assert 0 < slowed < 32
+
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, **llama3.model_dump()}
+    config = Olmo2Config(hidden_size=128, num_attention_heads=2, rope_parameters=rope)
+    embedding = modeling_olmo2.Olmo2RotaryEmbedding(config)
+    expected = embedding(torch.zeros(1), torch.arange(2048)[None])
+    torch.testing.assert_close(cos[:, 0, 0], expected[0][0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(sin[:, 0, 0].abs(), expected[1][0].abs(), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("with_residual", [True, False])

@@ -22,6 +22,11 @@ FAMILIES = {
     "olmo2-gqa": ModelConfig(**GROUPED),
     "llama": ModelConfig(**SMALL, family="llama"),
     "llama-gqa": ModelConfig(**GROUPED, family="llama"),
+    "llama-tied": ModelConfig(**GROUPED, family="llama", tie_word_embeddings=True),
+    "qwen2": ModelConfig(**GROUPED, family="qwen2"),
+    "qwen3": ModelConfig(**GROUPED, family="qwen3", head_dim=12, tie_word_embeddings=True),
+    "smollm3": ModelConfig(**GROUPED, family="smollm3", tie_word_embeddings=True),
+    "olmo": ModelConfig(**SMALL, family="olmo", norm_eps=1e-5, tie_word_embeddings=True),
     "gpt_neox": ModelConfig(**SMALL, family="gpt_neox", rotary_fraction=0.25, norm_eps=1e-5),
 }
 
@@ -81,6 +86,9 @@ def test_totals_are_the_published_ones_and_transformers(model, published):
 def test_flops_per_token():
     """OLMo2-7B: 6 x (7,298,617,344 - 100,352 x 4,096) + 12 x 32 x 4,096 x 4,096 = 47.8 GFLOP."""
     assert flops_per_token(presets.OLMO2_7B, 4096) == 41_325_453_312 + 6_442_450_944
+    # A head is multiplied with, whether it is the embedding as well or not.
+    tied = presets.OLMO2_7B.model_copy(update={"tie_word_embeddings": True})
+    assert flops_per_token(tied, 4096) == flops_per_token(presets.OLMO2_7B, 4096)
 
 
 @pytest.mark.parametrize(

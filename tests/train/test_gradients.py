@@ -66,7 +66,7 @@ def test_gradients_under_tensor_parallelism_equal_hf(tmp_path, inputs, kv_heads)
     }
 
     compared = set()
-    for name in megatron_names.megatron_names(2):
+    for name in megatron_names.megatron_names(run.model):
         whole = megatron_names.from_hf(name, gradients.__getitem__, run.model)
         for rank in range(2):
             part = megatron_names.shard(name, whole, rank, 2)

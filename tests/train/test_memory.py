@@ -43,6 +43,8 @@ def small_model(layers: int, family: str = "olmo2", kv_heads: int = 2) -> ModelC
         **widths(128, 384, 4, kv_heads, vocab_size=320, num_hidden_layers=layers),
         family=family,  # type: ignore[arg-type]
         rotary_fraction=0.25 if family == "gpt_neox" else 1.0,
+        norm_eps=1e-5 if family == "olmo" else 1e-6,
+        head_dim=48 if family == "qwen3" else None,
     )
 
 
@@ -169,11 +171,13 @@ def test_megatron_engine(tmp_path):
     At width 128 row statistics and rotary angles, which the plan does not count, weigh as much.
     """
     two_stages = ParallelConfig(pipeline=2)
+    tied = small_model(2).model_copy(update={"tie_word_embeddings": True})
     sequence = ParallelConfig(tensor=2, sequence=True)
     activations = (
-        ("tp2", ParallelConfig(tensor=2), "fp32", "none"),
-        ("sp2", sequence, "bf16", "none"),
-        ("selective", sequence, "bf16", "selective"),
+        ("tp2", ParallelConfig(tensor=2), "fp32", "none", "olmo2"),
+        ("sp2", sequence, "bf16", "none", "olmo2"),
+        ("selective", sequence, "bf16", "selective", "olmo2"),
+        ("llama", sequence, "bf16", "none", "llama"),
     )
     runs = [
         small_run(tmp_path / "dp2", precision="bf16", averages=AVERAGES),
@@ -185,11 +189,13 @@ def test_megatron_engine(tmp_path):
                 parallel=parallel,
                 precision=precision,
                 recompute=recompute,
+                model=small_model(layers, family),
             )
             for layers in (1, 2)
-            for name, parallel, precision, recompute in activations
+            for name, parallel, precision, recompute, family in activations
         ),
         small_run(tmp_path / "pp2", 2, 1, parallel=two_stages),
+        small_run(tmp_path / "tied-pp2", 2, 1, parallel=two_stages, model=tied),
     ]
     sizes = measured(tmp_path, *runs)
     for run in runs:
@@ -230,7 +236,13 @@ def test_deepspeed_engine(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("family", "kv_heads"), [("olmo2", 2), ("llama", 2), ("gpt_neox", 4)])
+@pytest.mark.parametrize(
+    ("family", "kv_heads"),
+    [
+        *(("olmo2", 2), ("llama", 2), ("qwen2", 2), ("qwen3", 2), ("smollm3", 2), ("olmo", 4)),
+        ("gpt_neox", 4),
+    ],
+)
 def test_what_transformers_keeps_for_backward(tmp_path, family, kv_heads, precision):
     """A layer more keeps so much within 2% in transformers: row statistics are not counted."""
     kept, runs = [], []

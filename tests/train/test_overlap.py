@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from base.environment import is_rank_zero
 from base.files import write_json
+from tests.conftest import widths
 from tests.runs import draw_weights, make_run, on_ranks, save
 from train.data.batches import Batch
 from train.distributed import start
 from train.engine import Engine
+from train.model.config import ModelConfig
 from train.optimizers.adamw import AdamW
 from train.run.config import load_run
 from train.run.optimization import Lawa
@@ -139,9 +141,15 @@ def equals_overlapped(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "pipeline"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.stress)]
+    ("processes", "pipeline", "tied"),
+    [
+        (4, 2, False),
+        pytest.param(2, 1, False, marks=pytest.mark.stress),
+        pytest.param(4, 2, True, marks=pytest.mark.stress),
+        pytest.param(2, 1, True, marks=pytest.mark.stress),
+    ],
 )
-def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline):
+def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline, tied):
     """Bit for bit: two ranks' gradients have one sum, and nothing is clipped.
 
     The norm, which is summed by buckets, may differ in its last bits.
@@ -151,7 +159,10 @@ def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline):
         "optimizer": AdamW(peak_lr=1e-2, clip_grad_norm=1e6),
         "averages": (Lawa(interval_steps=1, window=2),),
     }
-    make_run(tmp_path, **inputs, **settings, layers=4, pipeline=pipeline)
+    model = ModelConfig(
+        **widths(32, 64, 4, 4, vocab_size=320, num_hidden_layers=4), tie_word_embeddings=tied
+    )
+    make_run(tmp_path, **inputs, **settings, model=model, pipeline=pipeline)
     figures = {}
     on_ranks(processes, use_both, tmp_path)
     for mode in ("overlapped", "plain"):

@@ -76,7 +76,7 @@ def test_kernels_are_those_of_the_engines_own_model(tmp_path, model):
     """
     kernels, bytes_per_token = of_a_layer(tmp_path, operators.megatron_layers, model)
     row = KERNELS["megatron", model.family]
-    widths = model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size
+    widths = model.hidden_size, model.num_key_value_heads * model.head_size, model.intermediate_size
     expected = sum(passes * width for passes, width in zip(row, widths, strict=False))
     assert kernels == row.starts
     assert bytes_per_token == pytest.approx(2 * expected, rel=0.02)

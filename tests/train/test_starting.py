@@ -10,19 +10,23 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from base.files import sha256_of
+from ckpt_tools.export import export
 from ckpt_tools.formats.megatron_shards import ShardedTensors
 from ckpt_tools.importing import import_checkpoint
 from tests.ckpt_tools.checkpoints import read_weights, seal
+from tests.ckpt_tools.test_import import LLAMA3
 from tests.conftest import LAYOUTS, layouts, make_hf_directory
+from tests.quant_eval.models import make_model
 from tests.runs import make_run, ranks, refusal, succeed
 from tests.train.plain import adamw, differentiate, update
 from tests.train.trajectories import flip_a_byte
 from train.data.batches import batch
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
+from train.model.config import ModelConfig
 from train.model.megatron_names import hf_rows, megatron_names
 from train.run.config import StartFrom, load_run
-from train.run.directory import CHECKPOINT_JSON, RunDirectory
+from train.run.directory import CHECKPOINT_JSON, PROBE, RunDirectory, read_checkpoint_record
 from train.run.metrics import read_metrics
 from train.run.optimization import Anneal, ConstantPhase, ScheduleConfig
 
@@ -65,8 +69,11 @@ def start_run(directory: Path, checkpoint: Path, inputs: dict[str, Path], **chan
 
 def losses_by_hand(source: Path, run_dir: Path) -> list[float]:
     """Cross-entropy before every update of transformers' model, trained by torch's AdamW."""
+    return train_by_hand(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), run_dir)
+
+
+def train_by_hand(model: Any, run_dir: Path) -> list[float]:
     run = load_run(run_dir / "run.json")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     optimizer = adamw(dict(model.named_parameters()))
     corpus, losses = open_corpus(run.data.train), []
     for step in range(1, STEPS + 1):
@@ -94,6 +101,51 @@ def test_training_starts_from_the_imported_weights_with_a_fresh_optimizer(
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"), [("olmo2", "pp2"), ("qwen2", "sp2"), ("llama-tied", "ds-zero1")]
+)
+def test_a_tied_model_is_imported_trained_and_exported(
+    tmp_path, tokenizer_dir, inputs, name, layout
+):
+    """Its loss continues where transformers has it, and transformers loads what was trained.
+
+    The head may be in the files a second time. A Llama has the rotary scaling of Llama 3.
+    """
+    changes: dict[str, Any] = {"tie_word_embeddings": True, "num_hidden_layers": 2}
+    if name == "llama-tied":
+        changes["rope_parameters"] = LLAMA3
+    source = make_model(tmp_path / "source", name, **changes)
+    for path in tokenizer_dir.iterdir():
+        shutil.copy(path, source / path.name)
+    weights = load_file(source / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    copies = weights | {"lm_head.weight": embedding.clone()}
+    save_file(copies, source / "model.safetensors", {"format": "pt"})
+    import_checkpoint(str(source), tmp_path / "start")
+    assert load_file(tmp_path / "start" / "model.safetensors").keys() == weights.keys()
+
+    processes, settings = LAYOUTS[layout]
+    model = ModelConfig.model_validate(read_checkpoint_record(tmp_path / "start").model)
+    run_dir = tmp_path / "run"
+    start_run(run_dir, tmp_path / "start", inputs, model=model, **settings)
+    succeed(ranks(processes, "train", "run", str(run_dir)))
+
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    expected = train_by_hand(plain, run_dir)
+    losses = [row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
+    assert losses == pytest.approx(expected, abs=1e-5)
+    checkpoint = RunDirectory(run_dir).checkpoint(STEPS)
+    assert read_weights(checkpoint).keys() == weights.keys()
+    export(checkpoint, tmp_path / "hf")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
+    probe = load_file(checkpoint / PROBE)
+    with torch.no_grad():
+        logits, by_hand = (each(probe["input_ids"]).logits for each in (exported, plain))
+    torch.testing.assert_close(logits, probe["logits"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, by_hand, atol=1e-4, rtol=1e-4)
+
+
 def test_main_weights_keep_fp32_where_the_model_computes_in_bf16(
     tmp_path, source, imported, inputs
 ):
@@ -103,7 +155,7 @@ def test_main_weights_keep_fp32_where_the_model_computes_in_bf16(
     first = RunDirectory(tmp_path / "run").checkpoint(0)
     expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
     stored, model = ShardedTensors(first), load_run(tmp_path / "run" / "run.json").model
-    for name in megatron_names(model.num_hidden_layers):
+    for name in megatron_names(model):
         key = f"optimizer.state.param.{name}"
         main = stored.read(key, 0, stored.tensors[key].shape[0])
         for hf_name, spans in hf_rows(name, model).items():

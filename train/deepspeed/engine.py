@@ -105,10 +105,10 @@ class DeepSpeedEngine:
     def kernels(self) -> dict[str, str]:
         """Return what computes attention, as transformers calls it, and gradients of weights."""
         run, model = self.run, self.run.model
-        shape = run.micro_batch_size, run.data.sequence_length, -1, model.head_dim
+        shape = run.micro_batch_size, run.data.sequence_length, -1, model.head_size
         dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
         query, key, value = (
-            torch.empty(*shape[:2], number * model.head_dim, dtype=dtype, device=self.device)
+            torch.empty(*shape[:2], number * model.head_size, dtype=dtype, device=self.device)
             .view(shape)
             .transpose(1, 2)
             for number in (model.num_attention_heads, *[model.num_key_value_heads] * 2)

@@ -50,6 +50,7 @@ def build_model(run: RunConfig) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, attn_implementation="causal_sdpa"
         )
+    model.tie_weights()  # as the configuration says; it is left out with the initialization
     model.get_input_embeddings().__class__ = SummedEmbedding
     parameters = hf_parameters(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}

@@ -41,6 +41,8 @@ def _stand_in_for_cuda() -> None:
     replace(torch.cuda, "current_stream", lambda *_args, **_kwargs: None)
     replace(torch.cuda, "synchronize", lambda *_args, **_kwargs: None)
     replace(torch.Tensor, "type", _with_cuda_type_names(torch.Tensor.type))
+    # Of the last stage's copy of an embedding that is the head as well.
+    replace(torch.Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor)
     with torch.device("cpu"):  # torch lists its factories at the first of these, for all later ones
         torch.zeros(())
     replace(torch, "zeros", _on_cpu(torch.zeros))

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -148,11 +149,12 @@ class MegatronEngine:
         return self._state.gradients()
 
     def by_parameter(self, values: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield an HF name and this rank's part for each parameter, once over the tensor ranks."""
+        """Yield an HF name and this rank's part for each parameter, once over ranks and stages."""
         named = global_parameters(self._pipeline.model.module)
         names = {parameter: name for name, parameter in named.items()}
         for piece, value in zip(self._state.pieces, values, strict=True):
-            if param_is_not_tensor_parallel_duplicate(piece.parameter):
+            counts = param_is_not_shared(piece.parameter)  # of an embedding, the first stage's
+            if counts and param_is_not_tensor_parallel_duplicate(piece.parameter):
                 yield megatron_names.hf_names(names[piece.parameter])[0], value
 
     def record_forward(self, batch: Batch) -> ForwardRecord:

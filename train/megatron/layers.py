@@ -1,6 +1,6 @@
-"""OLMo2's layer on megatron-core's linears: reordered norms, a QK-norm over all heads, attention.
+"""The layers on megatron-core's linears: OLMo2's, with norms after its parts, and that of a Llama.
 
-mcore builds the modules and shards their state; the forward pass is `Olmo2Layer`'s, the functions
+mcore builds the modules and shards their state; the forward pass is the layer's, the functions
 between its matrix products are in `train.model.elementwise`.
 
 Shapes: S tokens, B sequences, H hidden size, N heads of this rank, D head size.
@@ -29,8 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 from train.model.accumulation import embedded
 from train.model.attention import attention_kernel
+from train.model.config import ModelConfig
 from train.model.documents import attention_in_documents, takes_packed
-from train.model.elementwise import normed, normed_and_rotated, swiglu
+from train.model.elementwise import normed, normed_and_rotated, rotated_heads, swiglu
 from train.model.recomputing import recomputed
 
 FUSED_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
@@ -176,8 +177,8 @@ def _fused_kernels(query: Tensor) -> AbstractContextManager[Any]:
     return sdpa_kernel(FUSED_ATTENTION, set_priority=True)
 
 
-class Olmo2Layer(TransformerLayer):
-    """h = x + norm(attention(x)); h + norm(mlp(h)).
+class GatedLayer(TransformerLayer):
+    """A layer of attention and a gated MLP, whose forward pass a kind of layer computes.
 
     With recompute "layers" it keeps its input only and runs forward once more in backward; with
     "selective" it keeps the outputs of matrix products and of attention, and computes the functions
@@ -185,12 +186,9 @@ class Olmo2Layer(TransformerLayer):
     here draws random numbers.
     """
 
-    def __init__(self, *args: Any, rotary_base: float, recompute: str, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, model: ModelConfig, recompute: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rotary_base, self.recompute = rotary_base, recompute
-        attention, size = self.self_attention, self.config.kv_channels
-        attention.q_layernorm = FullWidthNorm(self.config, self.config.num_attention_heads * size)
-        attention.k_layernorm = FullWidthNorm(self.config, self.config.num_query_groups * size)
+        self.model, self.recompute = model, recompute
 
     def forward(
         self,
@@ -227,6 +225,26 @@ class Olmo2Layer(TransformerLayer):
         return query.reshape(*query.shape[:2], -1, size), key, value
 
     def _computed(self, x: Tensor, mask: Tensor | None, packed: Any) -> Tensor:
+        raise NotImplementedError
+
+    def _recomputed(
+        self, outputs: tuple[Tensor, ...], compute: Callable[[], tuple[Tensor, ...]]
+    ) -> AbstractContextManager[None]:
+        """Keep `compute` for backward instead of its outputs, where the run recomputes these."""
+        selective = self.recompute == "selective"
+        return recomputed(outputs, compute) if selective else nullcontext()
+
+
+class Olmo2Layer(GatedLayer):
+    """h = x + norm(attention(x)); h + norm(mlp(h))."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        attention, size = self.self_attention, self.config.kv_channels
+        attention.q_layernorm = FullWidthNorm(self.config, self.config.num_attention_heads * size)
+        attention.k_layernorm = FullWidthNorm(self.config, self.config.num_query_groups * size)
+
+    def _computed(self, x: Tensor, mask: Tensor | None, packed: Any) -> Tensor:
         attention, mlp = self.self_attention, self.mlp
 
         qkv, _ = attention.linear_qkv(x)
@@ -257,14 +275,45 @@ class Olmo2Layer(TransformerLayer):
             key,
             attention.q_layernorm.weight,
             attention.k_layernorm.weight,
-            rotary_base=self.rotary_base,
+            rotary_base=self.model.rope_theta,
+            rope_scaling=self.model.rope_scaling,
             eps=self.config.layernorm_epsilon,
             group=group if group.size() > 1 else None,
         )
 
-    def _recomputed(
-        self, outputs: tuple[Tensor, ...], compute: Callable[[], tuple[Tensor, ...]]
-    ) -> AbstractContextManager[None]:
-        """Keep `compute` for backward instead of its outputs, where the run recomputes these."""
-        selective = self.recompute == "selective"
-        return recomputed(outputs, compute) if selective else nullcontext()
+
+class PreNormLayer(GatedLayer):
+    """h = x + attention(norm(x)); h + mlp(norm(h)); some layers may have no rotary embedding."""
+
+    def _computed(self, x: Tensor, mask: Tensor | None, packed: Any) -> Tensor:
+        attention, mlp = self.self_attention, self.mlp
+
+        normed_x = self.input_layernorm(x)
+        with self._recomputed((normed_x,), lambda: (self.input_layernorm(x),)):
+            qkv, _ = attention.linear_qkv(normed_x)
+        query, key, value = self.heads(qkv)
+
+        rotates = self.model.rotates(self.layer_number - 1)  # counted from 1 in the whole model
+        turned = self._rotated(query, key) if rotates else (query, key)
+        again = self._recomputed(turned, lambda: self._rotated(query, key))
+        with again if rotates else nullcontext():
+            context = attention.core_attention(
+                *turned, value, mask, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed
+            )
+        projected, _ = attention.linear_proj(context)
+        h = x + projected
+
+        normed_h = self.pre_mlp_layernorm(h)
+        with self._recomputed((normed_h,), lambda: (self.pre_mlp_layernorm(h),)):
+            gate_up, _ = mlp.linear_fc1(normed_h)
+        product = swiglu(gate_up)
+        with self._recomputed((product,), lambda: (swiglu(gate_up),)):
+            y, _ = mlp.linear_fc2(product)
+        output: Tensor = h + y
+        return output
+
+    def _rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        model = self.model
+        return rotated_heads(
+            query, key, rotary_base=model.rope_theta, rope_scaling=model.rope_scaling
+        )

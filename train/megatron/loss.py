@@ -21,12 +21,16 @@ class Head(ColumnParallelLinear):
     """
 
     def forward(  # type: ignore[override]
-        self, hidden_SBH: Tensor, targets: Targets | None = None
+        self, hidden_SBH: Tensor, targets: Targets | None = None, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return logits [S, B, V] and no bias; with targets, what `head_losses` returns."""
+        """Return logits [S, B, V] and no bias; with targets, what `head_losses` returns.
+
+        The weight is given where it is the embedding's, which the same stage has.
+        """
         if targets is None:
-            logits: tuple[Tensor, None] = super().forward(hidden_SBH)
+            logits: tuple[Tensor, None] = super().forward(hidden_SBH, weight)
             return logits
+        weight = self.weight if weight is None else weight
         if self.sequence_parallel:
             hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH)
         elif self.allreduce_dgrad:
@@ -34,7 +38,7 @@ class Head(ColumnParallelLinear):
         group = parallel_state.get_tensor_model_parallel_group()
         return head_losses(
             hidden_SBH.flatten(0, 1),
-            self.weight,
+            weight,
             targets,
             group if group.size() > 1 else None,
         )

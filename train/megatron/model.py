@@ -1,6 +1,7 @@
-"""OLMo2 as a megatron-core GPTModel (arXiv 2501.00656, section 3.3).
+"""A model as a megatron-core GPTModel: an OLMo2 (arXiv 2501.00656, section 3.3), or a Llama.
 
-h = x + norm_attn(attention(x));   out = h + norm_mlp(mlp(h));   final norm, then lm_head
+OLMo2:   h = x + norm_attn(attention(x));   out = h + norm_mlp(mlp(h));   final norm, then lm_head
+Llama:   h = x + attention(norm_attn(x));   out = h + mlp(norm_mlp(h));   final norm, then lm_head
 """
 
 from collections.abc import Callable
@@ -28,7 +29,14 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from train.megatron import transformer_engine
-from train.megatron.layers import CausalAttention, Embedding, Olmo2Layer, RMSNorm, post_normed
+from train.megatron.layers import (
+    CausalAttention,
+    Embedding,
+    Olmo2Layer,
+    PreNormLayer,
+    RMSNorm,
+    post_normed,
+)
 from train.megatron.loss import Head
 from train.megatron.weight_gradients import keep_fp32
 from train.model import megatron_names
@@ -52,6 +60,8 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         ffn_hidden_size=model.intermediate_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_key_value_heads,
+        kv_channels=model.head_size,
+        add_qkv_bias=bool(model.training.biases),
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         activation_func=F.silu,
@@ -93,7 +103,7 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
     """Return the modules of one pipeline stage of `num_layers` layers."""
     kernels: dict[str, Any] = {
         "column": ColumnParallelLinear,
-        "row": post_normed(RowParallelLinear),
+        "row": RowParallelLinear,
         "attention": CausalAttention,
     }
     recompute = run.recompute
@@ -101,18 +111,26 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
         kernels = transformer_engine.kernels()
         recompute = "none" if recompute == "layers" else recompute  # mcore recomputes whole layers
 
+    norms: dict[str, Any] = {}
+    row = kernels["row"]
+    if run.model.row.norms == "after":
+        row = post_normed(row)
+    else:
+        norms = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}
+
     attention = SelfAttentionSubmodules(
         linear_qkv=kernels["column"],
         core_attention=kernels["attention"],
-        linear_proj=kernels["row"],
+        linear_proj=row,
     )
-    mlp = MLPSubmodules(linear_fc1=kernels["column"], linear_fc2=kernels["row"])
+    mlp = MLPSubmodules(linear_fc1=kernels["column"], linear_fc2=row)
     layer = ModuleSpec(
-        Olmo2Layer,
-        params={"rotary_base": run.model.rope_theta, "recompute": recompute},
+        PreNormLayer if norms else Olmo2Layer,
+        params={"model": run.model, "recompute": recompute},
         submodules=TransformerLayerSubmodules(
             self_attention=ModuleSpec(SelfAttention, submodules=attention),
             mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+            **norms,
         ),
     )
     return TransformerBlockSubmodules([layer] * num_layers, RMSNorm)
@@ -127,7 +145,7 @@ def build_model(run: RunConfig, config: TransformerConfig, device: torch.device)
         max_sequence_length=run.data.sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=run.model.tie_word_embeddings,
         position_embedding_type="none",  # the layer has it
         # Logits of its own rows of the vocabulary stay on each tensor rank.
         parallel_output=True,
@@ -149,12 +167,17 @@ def build_model(run: RunConfig, config: TransformerConfig, device: torch.device)
 
 
 def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """Return a stage's parameters by their names in the whole model: a stage counts from 0."""
+    """Return a stage's parameters by their names in the whole model: a stage counts from 0.
+
+    The last of several stages has a copy of an embedding that is the head as well, by its name.
+    """
     offset = get_transformer_layer_offset(model.config)
     parameters = {}
     for local_name, parameter in model.named_parameters():
         layer, suffix = megatron_names.split_layer(local_name)
         name = local_name if layer is None else f"{megatron_names.LAYERS}{layer + offset}.{suffix}"
+        if model.share_embeddings_and_output_weights and name == megatron_names.HEAD:
+            name = megatron_names.EMBEDDING
         parameters[name] = parameter
     return parameters
 

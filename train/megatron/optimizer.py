@@ -29,7 +29,7 @@ from train.run.config import RunConfig
 def _undecayed(run: RunConfig) -> set[str]:
     """Return the names of parameters that weight decay spares; UserError for a part of a matrix."""
     spared = set()
-    for name in megatron_names.megatron_names(run.model.num_hidden_layers):
+    for name in megatron_names.megatron_names(run.model):
         hf_names = megatron_names.hf_names(name)
         decayed = {run.optimizer.decays(hf_name) for hf_name in hf_names}
         if len(decayed) > 1:

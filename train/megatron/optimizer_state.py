@@ -30,12 +30,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from train.model.megatron_names import EMBEDDING
 from train.optimizers.stepping import GroupStepOptimizer
 
 STATE = "optimizer.state."  # begins the checkpoint key of a part of a parameter's state
 SLOT = "slot."  # follows it for a slot
 Shape = tuple[int, ...]
-EMBEDDING = "embedding.word_embeddings.weight"  # a parameter that every model has
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Shapes: B sequences, S tokens, H hidden size, V rows of the vocabulary on this r
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -68,7 +69,7 @@ class Pipeline:
         probe = probe._replace(counted_BS=probe.counted_BS.to(self.device))
 
         def keep(_: Batch, hidden_SBH: Tensor) -> tuple[Tensor, Report]:
-            logits_SBV, _ = self.model.module.output_layer(hidden_SBH)
+            logits_SBV, _ = self._head(hidden_SBH)
             # mcore takes a loss from every pass, also without backward: any scalar does.
             return logits_SBV.float().mean(), {"logits": logits_SBV}
 
@@ -146,8 +147,16 @@ class Pipeline:
             self.run.optimizer.z_loss,
         )
         # mcore divides the loss by the microbatches, and its DDP the gradient by the replicas.
-        loss, sums = self.model.module.output_layer(hidden_SBH, targets)
+        loss, sums = self._head(hidden_SBH, targets)
         return loss, {"sums": torch.cat([sums, batch.counted_BS.double().sum()[None]])}
+
+    def _head(self, hidden_SBH: Tensor, targets: Targets | None = None) -> tuple[Tensor, Any]:
+        """Call the head, which has no weight of its own on a stage with the embedding it is."""
+        model = self.model.module
+        tied = model.share_embeddings_and_output_weights
+        weight = model.shared_embedding_or_output_weight() if tied else None
+        outputs: tuple[Tensor, Any] = model.output_layer(hidden_SBH, targets, weight)
+        return outputs
 
 
 @contextmanager

@@ -82,26 +82,50 @@ class _Recorder:
 
         self._after(attention.linear_qkv, projected)
 
-        def rotated_back(inputs: Any, _: Any) -> None:
-            for part, heads_SBND in zip("qk", inputs, strict=False):
-                # HF has a module before the rotation and none after it, so the rotation is undone.
-                length, _, _, size = heads_SBND.shape
-                cos, sin = rotations(length, size, layer.rotary_base, heads_SBND.device)
-                self._split(f"{of_attention}.{part}_norm", rotated(heads_SBND, cos, -sin))
-
-        self._after(attention.core_attention, rotated_back)
-        names = f"{of_attention}.o_proj", f"{name}.post_attention_layernorm"
-        self._norm(attention.linear_proj.post_norm, *names)
-
         def halves(_: Any, out: tuple[Tensor, None]) -> None:
             gate_SBW, up_SBW = out[0].chunk(2, -1)  # as in `swiglu`
             self._split(f"{name}.mlp.gate_proj", gate_SBW)
             self._split(f"{name}.mlp.up_proj", up_SBW)
 
         self._after(mlp.linear_fc1, halves)
+        self._whole_after(layer, name)
+
+        if layer.model.row.norms == "before":
+            self._attach_norms_before(layer, name)
+            return
+
+        def rotated_back(inputs: Any, _: Any) -> None:
+            for part, heads_SBND in zip("qk", inputs, strict=False):
+                # HF has a module before the rotation and none after it, so the rotation is undone.
+                length, _, _, size = heads_SBND.shape
+                base, scaling = layer.model.rope_theta, layer.model.rope_scaling
+                cos, sin = rotations(length, size, base, heads_SBND.device, scaling)
+                self._split(f"{of_attention}.{part}_norm", rotated(heads_SBND, cos, -sin))
+
+        self._after(attention.core_attention, rotated_back)
+        names = f"{of_attention}.o_proj", f"{name}.post_attention_layernorm"
+        self._norm(attention.linear_proj.post_norm, *names)
         names = f"{name}.mlp.down_proj", f"{name}.post_feedforward_layernorm"
         self._norm(mlp.linear_fc2.post_norm, *names)
-        self._after(layer, lambda _, out: self._whole(name, out[0]))
+
+    def _attach_norms_before(self, layer: Any, name: str) -> None:
+        """Record norms of the inputs of attention and MLP, and what these write."""
+        attention, mlp = layer.self_attention, layer.mlp
+        for module, key in (
+            (layer.input_layernorm, "input_layernorm"),
+            (attention.linear_proj, "self_attn.o_proj"),
+            (layer.pre_mlp_layernorm, "post_attention_layernorm"),
+            (mlp.linear_fc2, "mlp.down_proj"),
+        ):
+            self._whole_after(module, f"{name}.{key}")
+
+    def _whole_after(self, module: nn.Module, name: str) -> None:
+        """Record the output of a module, which a linear of mcore returns with its bias."""
+
+        def observe(_: Any, out: Any) -> None:
+            self._whole(name, out[0] if isinstance(out, tuple) else out)
+
+        self._after(module, observe)
 
     def _after(self, module: nn.Module, observe: Callable[[Any, Any], None]) -> None:
         """Call `observe` with the arguments and the output of every forward pass of the module."""

@@ -1,4 +1,4 @@
-"""Transformer Engine's kernels for the same OLMo2, and 8-bit products. Not run on a GPU yet.
+"""Transformer Engine's kernels for the same models, and 8-bit products. Not run on a GPU yet.
 
 The parameters have the names and shapes of `train.megatron.layers`, so checkpoints fit either kind
 of kernels.
@@ -16,7 +16,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from base.errors import UserError
-from train.megatron.layers import post_normed
 from train.model.documents import packed, unpacked
 from train.model.precision import FP8_RECIPES
 from train.run.config import RunConfig
@@ -89,7 +88,7 @@ def config_fields(run: RunConfig) -> dict[str, Any]:
     multiple = get_fp8_align_size(Fp8Recipe(recipe))
     tensor, model = run.parallel.tensor, run.model
     # Rows of the fused linear of queries, keys and values on one rank.
-    key_value_rows = (model.hidden_size + 2 * model.num_key_value_heads * model.head_dim) // tensor
+    key_value_rows = (model.query_size + 2 * model.key_value_size) // tensor
     for name, size in {
         "hidden_size / parallel.tensor": model.hidden_size // tensor,
         "intermediate_size / parallel.tensor": model.intermediate_size // tensor,
@@ -105,7 +104,7 @@ def config_fields(run: RunConfig) -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """Return the classes of a layer by role: column, row (with its norm), attention."""
+    """Return the classes of a layer by role: column, row, attention."""
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TEDotProductAttention,
@@ -114,7 +113,7 @@ def kernels() -> dict[str, Any]:
 
     return {
         "column": TEColumnParallelLinear,
-        "row": post_normed(TERowParallelLinear),
+        "row": TERowParallelLinear,
         "attention": with_documents(TEDotProductAttention),
     }
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from base.gpus import has_compiler
+from train.model.config import Llama3Scaling
 from train.model.rotary import rotated, rotations
 
 Group = dist.ProcessGroup | None  # ranks that have other heads of the same tokens
@@ -235,6 +236,7 @@ def normed_and_rotated(
     key_weight: Tensor,
     *,
     rotary_base: float,
+    rope_scaling: Llama3Scaling | None = None,
     eps: float,
     group: Group,
 ) -> tuple[Tensor, Tensor]:
@@ -245,8 +247,42 @@ def normed_and_rotated(
     Positions count from 0.
     """
     length, _, _, head_dim = query_SBND.shape
-    turns = rotations(length, head_dim, rotary_base, query_SBND.device)
+    turns = rotations(length, head_dim, rotary_base, query_SBND.device, rope_scaling)
     query, key = _Heads.apply(query_SBND, key, query_weight_W, key_weight, turns, eps, group)
+    return query, key
+
+
+@compiled_on_gpu
+def _turned(heads: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
+    return [rotated(head, cos, sin).to(head.dtype) for head in heads]
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, turns: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, ...]:
+        ctx.turns = turns
+        return tuple(_turned([query, key], *turns))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        cos, sin = ctx.turns
+        return *_turned([gradient.contiguous() for gradient in gradients], cos, -sin), None
+
+
+def rotated_heads(
+    query_SBND: Tensor,
+    key: Tensor,
+    *,
+    rotary_base: float,
+    rope_scaling: Llama3Scaling | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys after the rotary embedding, rounded once; positions from 0."""
+    length, _, _, head_dim = query_SBND.shape
+    turns = rotations(length, head_dim, rotary_base, query_SBND.device, rope_scaling)
+    query, key = _Rotated.apply(query_SBND, key, turns)
     return query, key
 
 

@@ -1,6 +1,6 @@
-"""The form of an OLMo2 in megatron-core: its keys, the fusion of q, k, v and gate, up, its shards.
+"""The form of a model in megatron-core: its keys, the fusion of q, k, v and gate, up, its shards.
 
-The names are those of its row, `train.model.families.olmo2`. The engine initialises with it and
+The names are those of the rows in `train.model.families`. The engine initialises with it and
 `ckpt_tools` exports; no engine has to be installed.
 """
 
@@ -10,20 +10,40 @@ import torch
 from torch import Tensor
 
 from train.model.config import ModelConfig, parameter_shapes
-from train.model.families.family import MegatronParameter
-from train.model.families.olmo2 import MEGATRON
+from train.model.families import TRAINED
+from train.model.families.family import MEGATRON_OUTSIDE, MegatronParameter
 
 LAYERS = "decoder.layers."
 HF_LAYERS = "model.layers."
 
 
-OUTSIDE_LAYERS, INSIDE_LAYER = MEGATRON.outside, MEGATRON.layer
+EMBEDDING = "embedding.word_embeddings.weight"  # every model has it
+HEAD = "output_layer.weight"
+# A name means the same in every family that has it.
+INSIDE_LAYER = {
+    name: entry for row in TRAINED.values() for name, entry in (row.megatron or {}).items()
+}
 
 
-def megatron_names(num_layers: int) -> list[str]:
+def megatron_names(model: ModelConfig) -> list[str]:
     """Return the global megatron name of every parameter of the whole model."""
-    inside = [f"{LAYERS}{layer}.{suffix}" for layer in range(num_layers) for suffix in INSIDE_LAYER]
-    return [*OUTSIDE_LAYERS, *inside]
+    inside = [
+        f"{LAYERS}{layer}.{suffix}"
+        for layer in range(model.num_hidden_layers)
+        for suffix in inside_layer(model)
+    ]
+    return [*outside_layers(model), *inside]
+
+
+def inside_layer(model: ModelConfig) -> list[str]:
+    """Return the megatron names within a layer."""
+    return list(model.training.megatron or {})
+
+
+def outside_layers(model: ModelConfig) -> list[str]:
+    """Return the megatron names outside the layers: a head that is the embedding has none."""
+    tied = {HEAD} if model.tie_word_embeddings else set()
+    return [name for name in MEGATRON_OUTSIDE if name not in tied]
 
 
 def split_layer(name: str) -> tuple[int | None, str]:
@@ -38,7 +58,7 @@ def _entry(name: str) -> tuple[MegatronParameter, str]:
     """Return the entry of a global megatron name and the prefix of its HF names."""
     layer, suffix = split_layer(name)
     if layer is None:
-        return OUTSIDE_LAYERS[name], ""
+        return MEGATRON_OUTSIDE[name], ""
     return INSIDE_LAYER[suffix], f"{HF_LAYERS}{layer}."
 
 
@@ -71,8 +91,8 @@ def hf_rows(name: str, model: ModelConfig, size: int = 1) -> dict[str, list[tupl
     rows = whole_shape(name, model)[0] // (size if entry.shard_axis == 0 else 1)
     if entry.fusion == "qkv":
         # Rows of a group: those of its query heads, of the key head, of the value head.
-        query_rows = model.num_attention_heads // model.num_key_value_heads * model.head_dim
-        ends = [query_rows, query_rows + model.head_dim, query_rows + 2 * model.head_dim]
+        query_rows = model.num_attention_heads // model.num_key_value_heads * model.head_size
+        ends = [query_rows, query_rows + model.head_size, query_rows + 2 * model.head_size]
         groups = range(0, rows, ends[-1])
         spans = zip([0, *ends], ends, strict=False)
         return {

@@ -5,7 +5,12 @@ import math
 import re
 from typing import NamedTuple
 
-from train.model.config import ModelConfig, hidden_matrices, parameter_shapes
+from train.model.config import (
+    ModelConfig,
+    hidden_matrices,
+    multiplied_parameters,
+    parameter_shapes,
+)
 
 GPUS_PER_NODE = 8  # of machines larger than one node
 
@@ -35,12 +40,12 @@ GPUS = {
 
 @functools.cache
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """Return FLOPs per training token: 6 N + 12 layers x hidden x sequence_length.
+    """Return FLOPs per training token: 6 N + 12 layers x heads' width x sequence_length.
 
-    N are all parameters but the token embedding, which is looked up; lm_head counts. The second
-    term is attention's products of queries, keys and values over the whole sequence, causal or not
-    (PaLM, arXiv 2204.02311, appendix B). Recomputed activations do not count, so that what is
-    divided by the peak is the model FLOPs utilization (MFU).
+    N are all parameters but the token embedding, which is looked up; the head counts, also where it
+    is the embedding. The second term is attention's products of queries, keys and values over the
+    whole sequence, causal or not (PaLM, arXiv 2204.02311, appendix B). Recomputed activations do
+    not count, so that what is divided by the peak is the model FLOPs utilization (MFU).
 
     Args:
         model: with all its layers.
@@ -51,13 +56,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
         >>> round(flops_per_token(OLMO2_7B, 4096) / 1e9, 1)
         47.8
     """
-    embedding = model.row.embedding_weight
-    multiplied = sum(
-        math.prod(shape) for name, shape in parameter_shapes(model).items() if name != embedding
-    )
-    return float(
-        6 * multiplied + 12 * model.num_hidden_layers * model.hidden_size * sequence_length
-    )
+    attention = 12 * model.num_hidden_layers * model.query_size * sequence_length
+    return float(6 * multiplied_parameters(model) + attention)
 
 
 @functools.cache

@@ -95,17 +95,19 @@ def num_slots(config: RunConfig) -> int:
 
 @cache
 def _split_parameters(model: ModelConfig, tensor: int) -> tuple[int, int, int]:
-    """Return the parameters of a tensor rank in the embedding, in a layer, and in the head."""
+    """Return the parameters of a tensor rank in the embedding, in a layer, and after the layers."""
 
     def local(name: str) -> int:
         ranks = 1 if megatron_names.shard_axis(name) is None else tensor
         return math.prod(megatron_names.whole_shape(name, model)) // ranks
 
-    embedding, *head = (local(name) for name in megatron_names.OUTSIDE_LAYERS)
+    embedding, *last = (local(name) for name in megatron_names.outside_layers(model))
     return (
         embedding,
-        sum(local(f"{megatron_names.LAYERS}0.{part}") for part in megatron_names.INSIDE_LAYER),
-        sum(head),
+        sum(
+            local(f"{megatron_names.LAYERS}0.{part}") for part in megatron_names.inside_layer(model)
+        ),
+        sum(last),
     )
 
 
@@ -113,10 +115,12 @@ def rank_parameters(config: RunConfig, stage: int) -> int:
     """Return the parameters of one GPU of a pipeline stage."""
     if config.engine == "deepspeed":
         return parameter_count(config)
-    embedding, layer, head = _split_parameters(config.model, config.parallel.tensor)
+    embedding, layer, last = _split_parameters(config.model, config.parallel.tensor)
     stages = config.parallel.pipeline
     count = config.model.num_hidden_layers // stages * layer
-    return count + (embedding if stage == 0 else 0) + (head if stage == stages - 1 else 0)
+    # An embedding that is the head as well is on the first stage and on the last.
+    has_embedding = stage == 0 or (config.model.tie_word_embeddings and stage == stages - 1)
+    return count + (embedding if has_embedding else 0) + (last if stage == stages - 1 else 0)
 
 
 def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
@@ -130,21 +134,28 @@ def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
     Under autocast each linear keeps its input as it rounded it. Compiled layers keep less.
     """
     model, d, r = config.model, _bytes_of_factor(config), bytes_of_weight(config)
-    h, k, f = model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size
+    h, f = model.hidden_size, model.intermediate_size
+    q, k = model.query_size, model.key_value_size
     norm = 2 * FP32  # input and normalised values
     if config.engine == "megatron" and config.recompute == "selective":
-        # The layer's input, two norms' inputs; qkv, the attention's output; gate and up.
-        return 3 * h * d, (2 * h + 2 * k + 2 * f) * d
-    if config.engine == "megatron":  # also the MLP's input; q and k rotated; the MLP's product
-        return 4 * h * d, (3 * h + 3 * k + 3 * f) * d
+        # The layer's input, and the inputs of norms after the parts or of the one between them;
+        # qkv, the attention's output; gate and up.
+        norms = 2 if model.row.norms == "after" else 1
+        return (1 + norms) * h * d, (2 * q + 2 * k + 2 * f) * d
+    if config.engine == "megatron":
+        # Also the inputs of the MLP and, after a norm before it, of the attention; q and k rotated;
+        # the MLP's product.
+        return 4 * h * d, (3 * q + 3 * k + 3 * f) * d
     # The inputs of qkv and of gate and up: one tensor each, or rounded for each of the five.
     inputs = 5 if _rounds_weights(config) else 2
     match model.row.norms, model.row.activation:
         case "after", "swiglu":
             return ((2 + inputs) * h + 2 * k + 4 * f) * d + (3 * h + k) * norm, 0
-        case "before", "swiglu":  # casts before it multiplies with the norm's weight
-            stream = 2 * h * (r + FP32)
-            return ((2 + inputs) * h + 2 * k + 4 * f) * d + stream, 0
+        case "before", "swiglu":
+            # An RMSNorm casts before it multiplies with its weight; a bare norm has none.
+            stream = 2 * h * (FP32 + (0 if model.row.norm == "bare" else r))
+            heads = (q + k) * (FP32 + d) if model.row.query_key_norm == "heads" else 0
+            return (inputs * h + 2 * q + 2 * k + 4 * f) * d + stream + heads, 0
         case "before", "gelu":  # queries, keys and values are one linear
             return (9 * h + 2 * f) * d + h * r, 0
         case arrangement:
@@ -197,6 +208,10 @@ def _activations(config: RunConfig, stage: int, replicas: int) -> dict[str, int]
         components["CUDA graph"] = sum(components.values())
     # An update comes when a step's activations are gone.
     components["matrices being updated"] = max(0, matrices - kept - again - loss)
+    if stage == 0 and model.tie_word_embeddings and parallel.pipeline == 1:
+        # It waits for that of the embedding, to which it is added.
+        rows = model.vocab_size // parallel.tensor
+        components["gradient of the head"] = rows * model.hidden_size * bytes_of_weight(config)
     return components
 
 

@@ -221,14 +221,14 @@ class Roofline:
         """Return the seconds of a layer and microbatch."""
         run, rates, kernels = self.run, self.rates, self._kernels
         model, tensor = run.model, run.parallel.tensor
-        k = model.num_key_value_heads * model.head_dim
+        k = model.num_key_value_heads * model.head_size
         widths = model.hidden_size, k, model.intermediate_size
         weights = product_weights(model)
 
         # Scores of causal attention are half a square; 2 products forward, 5 backward.
         forward, backward = rates.attention
         product = run.data.sequence_length * model.hidden_size * self._tokens / tensor / self._peak
-        narrow = rates.narrow_heads if model.head_dim < 128 else 1.0
+        narrow = rates.narrow_heads if model.head_size < 128 else 1.0
 
         again = SELECTIVE if run.recompute == "selective" else (0, 0, 0)
         passes = zip((kernels.h, kernels.k, kernels.f), again, widths, strict=True)

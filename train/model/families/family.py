@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from train.model.families.released import Trajectory
 
-Size = Literal["hidden", "wide", "key_value", "qkv"]  # qkv: of queries, keys and values together
+# head: of one; query, key_value: of all heads of their kind; qkv: of queries, keys and values.
+Size = Literal["hidden", "wide", "head", "query", "key_value", "qkv"]
 Initializer = Literal["truncated_normal", "normal"]
 
 NormKind = Literal["rms", "layer", "bare"]  # bare: a LayerNorm without parameters
@@ -24,14 +25,17 @@ HIDDEN_ACTS: dict[Activation, str] = {"swiglu": "silu", "xielu": "xielu", "gelu"
 # Shapes of the weights of attention and of a gated MLP, in the order of the model.
 GATED_LINEARS: Mapping[str, tuple[Size, ...]] = MappingProxyType(
     {
-        "self_attn.q_proj": ("hidden", "hidden"),
+        "self_attn.q_proj": ("query", "hidden"),
         "self_attn.k_proj": ("key_value", "hidden"),
         "self_attn.v_proj": ("key_value", "hidden"),
-        "self_attn.o_proj": ("hidden", "hidden"),
+        "self_attn.o_proj": ("hidden", "query"),
         "mlp.gate_proj": ("wide", "hidden"),
         "mlp.up_proj": ("wide", "hidden"),
         "mlp.down_proj": ("hidden", "wide"),
     }
+)
+NORMS_BEFORE: Mapping[str, tuple[Size, ...]] = MappingProxyType(
+    {"input_layernorm": ("hidden",), "post_attention_layernorm": ("hidden",)}
 )
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
@@ -51,12 +55,39 @@ class MegatronParameter:
     shard_axis: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Megatron:
-    """The parameters of a family in megatron-core, by name outside the layers and within one."""
+def _fused(hf_names: tuple[str, ...], part: str) -> MegatronParameter:
+    """Return queries, keys and values in one: the weights of their linears, or the biases."""
+    return MegatronParameter(tuple(f"{name}.{part}" for name in hf_names), "qkv", shard_axis=0)
 
-    outside: Mapping[str, MegatronParameter]
-    layer: Mapping[str, MegatronParameter]
+
+QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+# Names in megatron-core mean the same in every family.
+MEGATRON_OUTSIDE: Mapping[str, MegatronParameter] = MappingProxyType(
+    {
+        "embedding.word_embeddings.weight": MegatronParameter(
+            ("model.embed_tokens.weight",), shard_axis=0
+        ),
+        "decoder.final_layernorm.weight": MegatronParameter(("model.norm.weight",)),
+        "output_layer.weight": MegatronParameter(("lm_head.weight",), shard_axis=0),
+    }
+)
+MEGATRON_LINEARS: Mapping[str, MegatronParameter] = MappingProxyType(
+    {
+        "self_attention.linear_qkv.weight": _fused(QUERY_KEY_VALUE, "weight"),
+        "self_attention.linear_proj.weight": MegatronParameter(
+            ("self_attn.o_proj.weight",), shard_axis=1
+        ),
+        "mlp.linear_fc1.weight": MegatronParameter(
+            ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up", shard_axis=0
+        ),
+        "mlp.linear_fc2.weight": MegatronParameter(("mlp.down_proj.weight",), shard_axis=1),
+    }
+)
+MEGATRON_BIASES = {"self_attention.linear_qkv.bias": _fused(QUERY_KEY_VALUE, "bias")}
+MEGATRON_NORMS_BEFORE = {
+    "input_layernorm.weight": MegatronParameter(("input_layernorm.weight",)),
+    "pre_mlp_layernorm.weight": MegatronParameter(("post_attention_layernorm.weight",)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,26 +96,26 @@ class Trainable:
 
     Attributes:
         layer: shape of the weight of every module of a layer, in the order of the model.
-        biases: every one of them has a bias, of as many entries as its weight has rows.
+        biases: the modules that have a bias, of as many entries as their weight has rows.
         grouped_queries: several query heads may share a key and a value head.
         settings: fields of transformers' configuration that are the same for all models.
-        norm_eps: the field of it that holds `ModelConfig.norm_eps`.
-        states_head_dim: it has a field for the width of a head.
+        norm_eps: the field of it that holds `ModelConfig.norm_eps`, or the only value there is.
+        states_head_dim: it has a field for the width of a head, which may be any.
         released: fields of `ModelConfig` that all released models share.
         sizes: fields in which they differ, by name of the model.
-        megatron: None: the family is trained by DeepSpeed alone.
+        megatron: parameters of a layer in megatron-core; None: DeepSpeed alone trains the family.
     """
 
     layer: Mapping[str, tuple[Size, ...]]
-    biases: bool = False
+    biases: tuple[str, ...] = ()
     grouped_queries: bool = True
     settings: Mapping[str, Any]
-    norm_eps: str = "rms_norm_eps"
+    norm_eps: str | float = "rms_norm_eps"
     states_head_dim: bool = False
     initializer: Initializer = "normal"
     released: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    megatron: Megatron | None = None
+    megatron: Mapping[str, MegatronParameter] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

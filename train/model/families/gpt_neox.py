@@ -6,7 +6,7 @@ MLP reads the residual stream before the attention writes to it (parallel), or a
 
 import re
 
-from train.model.families.family import Family, Trainable
+from train.model.families.family import Family, Size, Trainable
 from train.model.families.released import Curve, Stage, Trajectory
 
 PYTHIA_PEAKS = {
@@ -47,6 +47,15 @@ def _pythia(size: str) -> Trajectory:
     )
 
 
+# Shapes of the weights of the linears of a layer.
+LINEARS: dict[str, tuple[Size, ...]] = {
+    "attention.query_key_value": ("qkv", "hidden"),
+    "attention.dense": ("hidden", "query"),
+    "mlp.dense_h_to_4h": ("wide", "hidden"),
+    "mlp.dense_4h_to_h": ("hidden", "wide"),
+}
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
 GPT_NEOX = Family(
     title="GPT-NeoX",
     architecture="GPTNeoXForCausalLM",
@@ -66,15 +75,8 @@ GPT_NEOX = Family(
     older_keys={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
     legacy_buffers=r"attention\.(masked_)?bias",  # the causal mask and the value it fills in
     training=Trainable(
-        layer={
-            "attention.query_key_value": ("qkv", "hidden"),
-            "attention.dense": ("hidden", "hidden"),
-            "mlp.dense_h_to_4h": ("wide", "hidden"),
-            "mlp.dense_4h_to_h": ("hidden", "wide"),
-            "input_layernorm": ("hidden",),
-            "post_attention_layernorm": ("hidden",),
-        },
-        biases=True,
+        layer={**LINEARS, **dict.fromkeys(NORMS, ("hidden",))},
+        biases=(*LINEARS, *NORMS, "final_layer_norm"),
         grouped_queries=False,
         settings={"attention_bias": True, "hidden_dropout": 0.0, "use_parallel_residual": True},
         norm_eps="layer_norm_eps",

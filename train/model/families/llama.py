@@ -1,6 +1,13 @@
 """Llama (arXiv 2302.13971), and Amber (arXiv 2312.06550), whose models are of it."""
 
-from train.model.families.family import GATED_LINEARS, Family, Trainable
+from train.model.families.family import (
+    GATED_LINEARS,
+    MEGATRON_LINEARS,
+    MEGATRON_NORMS_BEFORE,
+    NORMS_BEFORE,
+    Family,
+    Trainable,
+)
 from train.model.families.released import Curve, Stage, Trajectory, main
 
 
@@ -22,13 +29,10 @@ LLAMA = Family(
     title="Llama",
     architecture="LlamaForCausalLM",
     training=Trainable(
-        layer={
-            **GATED_LINEARS,
-            "input_layernorm": ("hidden",),
-            "post_attention_layernorm": ("hidden",),
-        },
+        layer={**GATED_LINEARS, **NORMS_BEFORE},
         settings={"attention_bias": False, "mlp_bias": False},
         states_head_dim=True,
+        megatron={**MEGATRON_LINEARS, **MEGATRON_NORMS_BEFORE},
     ),
     released=(_amber(),),
 )

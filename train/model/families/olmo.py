@@ -2,7 +2,7 @@
 
 import re
 
-from train.model.families.family import Family
+from train.model.families.family import GATED_LINEARS, Family, Trainable
 from train.model.families.released import Curve, Stage, T, Trajectory, main
 
 CONFIGS = "allenai/OLMo configs"
@@ -75,6 +75,11 @@ OLMO = Family(
     title="OLMo",
     architecture="OlmoForCausalLM",
     norm="bare",
+    training=Trainable(
+        layer=GATED_LINEARS,
+        settings={"attention_bias": False, "clip_qkv": None},
+        norm_eps=1e-5,
+    ),
     released=(
         _olmo_1b(),
         _olmo_7b(),

@@ -8,8 +8,8 @@ import math
 
 from train.model.families.family import (
     GATED_LINEARS,
+    MEGATRON_LINEARS,
     Family,
-    Megatron,
     MegatronParameter,
     Trainable,
 )
@@ -46,41 +46,19 @@ SIZES = {
     },
 }
 
-MEGATRON = Megatron(
-    outside={
-        "embedding.word_embeddings.weight": MegatronParameter(
-            ("model.embed_tokens.weight",), shard_axis=0
-        ),
-        "decoder.final_layernorm.weight": MegatronParameter(("model.norm.weight",)),
-        "output_layer.weight": MegatronParameter(("lm_head.weight",), shard_axis=0),
-    },
-    layer={
-        "self_attention.linear_qkv.weight": MegatronParameter(
-            ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-            "qkv",
-            shard_axis=0,
-        ),
-        "self_attention.q_layernorm.weight": MegatronParameter(
-            ("self_attn.q_norm.weight",), shard_axis=0
-        ),
-        "self_attention.k_layernorm.weight": MegatronParameter(
-            ("self_attn.k_norm.weight",), shard_axis=0
-        ),
-        "self_attention.linear_proj.weight": MegatronParameter(
-            ("self_attn.o_proj.weight",), shard_axis=1
-        ),
-        "self_attention.linear_proj.post_norm.weight": MegatronParameter(
-            ("post_attention_layernorm.weight",)
-        ),
-        "mlp.linear_fc1.weight": MegatronParameter(
-            ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up", shard_axis=0
-        ),
-        "mlp.linear_fc2.weight": MegatronParameter(("mlp.down_proj.weight",), shard_axis=1),
-        "mlp.linear_fc2.post_norm.weight": MegatronParameter(
-            ("post_feedforward_layernorm.weight",)
-        ),
-    },
-)
+MEGATRON = {
+    **MEGATRON_LINEARS,
+    "self_attention.q_layernorm.weight": MegatronParameter(
+        ("self_attn.q_norm.weight",), shard_axis=0
+    ),
+    "self_attention.k_layernorm.weight": MegatronParameter(
+        ("self_attn.k_norm.weight",), shard_axis=0
+    ),
+    "self_attention.linear_proj.post_norm.weight": MegatronParameter(
+        ("post_attention_layernorm.weight",)
+    ),
+    "mlp.linear_fc2.post_norm.weight": MegatronParameter(("post_feedforward_layernorm.weight",)),
+}
 
 
 def _olmo2(

@@ -1,6 +1,13 @@
 """SmolLM3: a Llama that leaves some blocks without rotary embedding."""
 
-from train.model.families.family import Family
+from train.model.families.family import (
+    GATED_LINEARS,
+    MEGATRON_LINEARS,
+    MEGATRON_NORMS_BEFORE,
+    NORMS_BEFORE,
+    Family,
+    Trainable,
+)
 from train.model.families.released import Curve, Stage, Trajectory, averaged
 
 CARD = "model card of HuggingFaceTB/SmolLM3-3B-checkpoints"
@@ -66,4 +73,16 @@ def _smollm3() -> tuple[Trajectory, Trajectory]:
     )
 
 
-SMOLLM3 = Family(title="SmolLM3", architecture="SmolLM3ForCausalLM", released=_smollm3())
+SMOLLM3 = Family(
+    title="SmolLM3",
+    architecture="SmolLM3ForCausalLM",
+    training=Trainable(
+        layer={**GATED_LINEARS, **NORMS_BEFORE},
+        settings={
+            **{"attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
+            "no_rope_layer_interval": 4,  # every fourth block
+        },
+        megatron={**MEGATRON_LINEARS, **MEGATRON_NORMS_BEFORE},
+    ),
+    released=_smollm3(),
+)
