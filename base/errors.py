@@ -58,6 +58,9 @@ def explain_validation(source: str, error: ValidationError, kind: Any = None) ->
     reason = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error" and not problem["loc"]:  # keys that do not go together
         return UserError(f"{source}: {reason}")
+    if problem["type"] == "value_error" and isinstance(problem["input"], dict):  # in a part
+        action = "" if ";" in reason else "; correct one of them"
+        return UserError(f"{source}: '{key}': {reason}{action}")
     return UserError(
         f"{source}: '{key}': {reason} (got {problem['input']!r:.80}); correct the value"
     )

@@ -1,6 +1,8 @@
 """The processes that measure one model together: started by torchrun, or one alone."""
 
+import heapq
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -73,6 +75,26 @@ class Ranks(NamedTuple):
 
 
 ALONE = Ranks(0, 1, torch.device("cpu"))  # a process by itself
+
+
+def even_shares[T: (int, str)](sizes: Mapping[T, float], ranks: int) -> list[list[T]]:
+    """Return the items for each rank, so that their sizes sum to about the same.
+
+    The largest goes first, each to the rank that has the least: none has more than the mean and the
+    largest, nor than 4/3 of the least possible (Graham 1969, doi 10.1137/0117039, of jobs on
+    machines).
+
+    Example:
+        >>> even_shares({"a": 1, "b": 5, "c": 4, "d": 2}, ranks=2)
+        [['b', 'a'], ['c', 'd']]
+    """
+    shares: list[list[T]] = [[] for _ in range(ranks)]
+    loads = [(0.0, rank) for rank in range(ranks)]
+    for item in sorted(sizes, key=lambda item: (-sizes[item], item)):
+        load, rank = loads[0]
+        shares[rank].append(item)
+        heapq.heapreplace(loads, (load + sizes[item], rank))
+    return shares
 
 
 def own_gpu() -> torch.device:

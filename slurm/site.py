@@ -176,7 +176,7 @@ class Disk(Frozen):
 
     reserve_gb: Annotated[float, Field(ge=0)] = 10.0
     # A node's share while all nodes of a training write: by it saves end before the time limit.
-    write_gb_per_second: Annotated[float, Field(gt=0)] = 1.0
+    write_gb_per_second: Annotated[float, Field(ge=0.001)] = 1.0
 
 
 class Site(Frozen):

@@ -2,8 +2,10 @@
 
 import json
 import sys
+from typing import Self
 
 import pytest
+from pydantic import model_validator
 
 from base.errors import UserError
 from base.frozen import Frozen
@@ -11,6 +13,7 @@ from base.reading import (
     MOST_BYTES,
     MOST_DEPTH,
     NotJsonError,
+    as_model,
     parse_json,
     read_json,
     read_model,
@@ -116,3 +119,34 @@ def test_a_sparse_file_of_terabytes_is_not_read(tmp_path):
     (tmp_path / "b.json").write_text("[1]")
     with pytest.raises(UserError, match=r"b.json holds no JSON object; restore it"):
         read_object(tmp_path / "b.json")
+
+
+class _Part(Frozen):
+    low: int
+    high: int
+
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        if self.low == self.high:
+            raise ValueError("low is high; set low to less")
+        if self.low > self.high:
+            raise ValueError("low is above high")
+        return self
+
+
+class _Whole(Frozen):
+    part: _Part
+
+
+@pytest.mark.parametrize(
+    ("low", "line"),
+    [
+        (1, "run.json: 'part': low is high; set low to less"),
+        (2, "run.json: 'part': low is above high; correct one of them"),
+    ],
+)
+def test_keys_of_a_part_that_do_not_go_together(low: int, line: str) -> None:
+    """The line names one next action, the rule's own if it has one, and not the whole part."""
+    with pytest.raises(UserError) as error:
+        as_model(_Whole, {"part": {"low": low, "high": 1}}, "run.json")
+    assert str(error.value) == line

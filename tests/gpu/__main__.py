@@ -56,6 +56,14 @@ def names_of_gpus(device: str, wanted: int) -> list[str]:
     return done.stdout.splitlines()
 
 
+def expression(text: str) -> re.Pattern[str]:
+    """Return a regular expression; ArgumentTypeError if it is none."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text} is no regular expression ({error})") from None
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the options of the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
@@ -68,7 +76,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, help="where the figures are written: gpu_report.json, or gpus_"
     )
-    parser.add_argument("--only", default="", help="checks whose name this expression is found in")
+    parser.add_argument(
+        "--only", type=expression, default="", help="checks whose name this expression is found in"
+    )
     parser.add_argument(
         "--seconds", type=float, default=TOTAL_SECONDS, help="of all checks; the rest is not run"
     )
@@ -110,10 +120,10 @@ def main() -> int:
                 options.exit(2, f"error: {error}\n")
             workbench = replace(workbench, base=tree)
         checks = table_of(workbench)
-        rows = [check for check in checks if re.search(arguments.only, check.name)]
+        rows = [check for check in checks if arguments.only.search(check.name)]
         if not rows:
             names = ", ".join(check.name for check in checks)
-            options.error(f"--only {arguments.only}: no check; there are {names}")
+            options.error(f"--only {arguments.only.pattern}: no check; there are {names}")
         outcomes = run(workbench, rows, arguments.seconds)
     return report(arguments, gpus[:wanted], outcomes, time.monotonic() - began_at)
 

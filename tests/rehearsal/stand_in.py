@@ -323,7 +323,8 @@ def _swapped(parameter: Tensor, moved: Tensor) -> None:
     """
     attributes = vars(parameter).copy()
     _swap_tensors(parameter, moved)
-    vars(parameter).update(attributes)
+    # What the moved one has itself, its content above all, is newer.
+    vars(parameter).update(attributes | vars(parameter))
 
 
 _swap_tensors = torch.utils.swap_tensors

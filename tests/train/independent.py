@@ -14,7 +14,8 @@ from torch.nn.functional import silu
 
 LENGTH, BATCH = 32, 8
 HEADS, KV_HEADS, LAYERS = 4, 2, 2
-Z_LOSS, CLIP, DECAY, PEAK = 1e-2, 0.5, 0.1, 1e-2
+Z_LOSS, CLIP, DECAY, PEAK = 1e-2, 0.5, 0.1, 1e-3
+SHARE = 1e-3  # of a weight, which independent decay takes at the peak
 WARMUP_STEPS, ANNEAL_STEP, STEPS = 4, 15, 20
 MOST_REPEATS, LONGEST_PERIOD = 3, 4
 
@@ -124,7 +125,7 @@ class Optimizer:
             decay = {
                 "adamw": DECAY,
                 "adamc": DECAY * rate / PEAK if hidden else DECAY,
-                "independent": DECAY / PEAK,
+                "independent": SHARE / PEAK,
             }[self.decay]
             if "embed_tokens" in name:
                 decay = 0.0

@@ -26,7 +26,7 @@ PRODUCTS = {"mm", "addmm", "bmm"}
 INDEXED = {"gather", "scatter_", "scatter_add_"}
 MOVES_NOTHING = ("empty", "new_empty", "detach", "_unsafe_view")
 COMPILED = [f"{name}{part}" for name in ("_heads", "_normed") for part in ("", "_gradients")]
-COMPILED += ["_swiglu", "_swiglu_gradient"]
+COMPILED += ["_turned", "_swiglu", "_swiglu_gradient"]
 
 
 def _bytes(values: Any) -> int:
@@ -164,5 +164,34 @@ def megatron_loss(run: RunConfig) -> Count:
         count,
     ):
         value, _ = losses.head_losses(leaf(len(labels)), leaf(run.model.vocab_size), targets)
+        value.backward()
+    return count
+
+
+def tables(run: RunConfig, *, tied: bool) -> Count:
+    """Count embedding, head and losses, and the gradients of both, or of one, in DDP's buffer."""
+    from train.model import losses
+    from train.model.accumulation import embedded
+
+    def table() -> Tensor:
+        shape = run.model.vocab_size, run.model.hidden_size
+        weight: Any = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        weight.grad_dtype = None  # as `train.megatron.weight_gradients` has it
+        buffer = torch.empty(shape, device="meta")
+
+        def add(weight: Tensor) -> None:
+            assert weight.grad is not None
+            buffer.add_(weight.grad)
+
+        weight.register_post_accumulate_grad_hook(add)
+        leaf: Tensor = weight
+        return leaf
+
+    head = table()
+    embedding = head if tied else table()
+    ids, count = _ids(run).flatten(), Count()
+    targets = losses.Targets(ids, ids > 0, 1e-5)
+    with count:
+        value, _ = losses.head_losses(embedded(ids, embedding), head, targets)
         value.backward()
     return count

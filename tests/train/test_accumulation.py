@@ -76,8 +76,8 @@ def test_a_gpu_adds_a_product_of_bf16_to_fp32():
     """By torch's rules for CUDA, which knows no values here: one operation, in place."""
     with FakeTensorMode():
         cuda: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        left, right = torch.zeros(64, 48, **cuda), torch.zeros(64, WIDTH, **cuda)
-        sums = torch.zeros(48, WIDTH, device="cuda")
+        left, right = torch.empty(64, 48, **cuda), torch.empty(64, WIDTH, **cuda)
+        sums = torch.empty(48, WIDTH, device="cuda")
         with Operations() as operations:
             add_product(sums, left, right)
         total = torch.addmm(sums, left.t(), right, out_dtype=torch.float32)
@@ -202,7 +202,10 @@ def test_no_gradient_of_a_large_microbatch_is_lost(tmp_path):
     runs = [
         run_of(tmp_path / "megatron", "megatron", "olmo2"),
         run_of(tmp_path / "deepspeed", "deepspeed", "gpt_neox"),
-        run_of(tmp_path / "in-16-microbatches", "megatron", "olmo2", SEQUENCES // 16),
+        *(
+            run_of(tmp_path / f"{family}-{parts}", "megatron", family, SEQUENCES // parts)
+            for family, parts in (("olmo2", 16), ("qwen2", 1), ("qwen2", 16))
+        ),
     ]
     directories = [tmp_path / run.name for run in runs]
     on_ranks(1, gradients_of_engines, *directories)
@@ -210,8 +213,10 @@ def test_no_gradient_of_a_large_microbatch_is_lost(tmp_path):
         run.name: torch.load(directory / "gradients.pt", weights_only=True)
         for run, directory in zip(runs, directories, strict=True)
     }
-    for name, gradient in saved["in-16-microbatches"].items():
-        assert error(gradient, saved["megatron"][name].double()) < 1e-6, name
+    for whole, parts in (("megatron", "olmo2-16"), ("qwen2-1", "qwen2-16")):
+        for name, gradient in saved[parts].items():
+            assert error(gradient, saved[whole][name].double()) < 1e-6, name
+    assert "model.layers.0.self_attn.q_proj.bias" in saved["qwen2-1"]
     for run in runs[:2]:
         ours = saved[run.name]
         if run.engine == "megatron":

@@ -16,9 +16,10 @@ from tests.train.test_deepspeed import batch_of, small_run
 from train.deepspeed import model as models
 from train.deepspeed.model import ModelWithLosses, build_model, compile_layers, recorded
 from train.model.config import ModelConfig
+from train.model.families import TRAINED
 from train.model.losses import Targets
-from train.model.presets import OLMO2_190M, PYTHIA_160M
-from train.planning.speed import KERNELS
+from train.model.presets import OLMO2_1B, PYTHIA_160M
+from train.planning.speed import KERNELS, arrangement_of
 from train.run.config import RunConfig
 
 
@@ -94,13 +95,18 @@ def test_compiled_layers_compute_the_same(compiling, family, recompute, mask):
     assert compiling() == graphs == (3 if recompute == "layers" else 2)
 
 
-GROUPED = OLMO2_190M.model_copy(update={"num_key_value_heads": 4})
-COUNTED = {
-    "gpt_neox": PYTHIA_160M,
-    "olmo2": GROUPED,
-    "llama": GROUPED.model_copy(update={"family": "llama"}),
-}
 TOKENS = 16 * 2048  # of a microbatch
+
+
+def counted(family: str) -> ModelConfig:
+    """The 1B in a family with grouped queries, and with narrow heads where it may have them.
+
+    GPT-NeoX is Pythia-160M: at 2,048 features the compiler joins two of its kernels.
+    """
+    if family == "gpt_neox":
+        return PYTHIA_160M
+    narrow = {"head_dim": 64} if TRAINED[family].states_head_dim else {}
+    return OLMO2_1B.model_copy(update={"family": family, "num_key_value_heads": 4} | narrow)
 
 
 def counted_run(model: ModelConfig) -> RunConfig:
@@ -110,8 +116,8 @@ def counted_run(model: ModelConfig) -> RunConfig:
 
 
 def count_all(out: str) -> None:
-    """Worker: count the layers of COUNTED; torch keeps what it has seen of a GPU."""
-    counts = {family: layer_of_deepspeed(counted_run(model)) for family, model in COUNTED.items()}
+    """Worker: count a layer of every family; torch keeps what it has seen of a GPU."""
+    counts = {family: layer_of_deepspeed(counted_run(counted(family))) for family in TRAINED}
     Path(out).write_text(json.dumps(counts))
 
 
@@ -120,15 +126,15 @@ def test_kernels_and_bytes_of_a_layer(tmp_path):
 
     Without attention, of which two kernels are counted. Beside them a weight takes 12 bytes a
     microbatch: it is rounded, fp32 to bf16, and its gradient is widened. Cosines of the rotary
-    embedding and sums of norms are 1%.
+    embedding and sums of norms are less than 1%. Of SmolLM3 a layer that rotates is counted.
     """
     on_ranks(1, count_all, tmp_path / "counts.json")
     counts = json.loads((tmp_path / "counts.json").read_text())
     for family, (kernels, moved) in counts.items():
-        model, row = COUNTED[family], KERNELS["deepspeed", family]
-        keys = model.num_key_value_heads * model.head_size
-        sizes = model.hidden_size, keys, model.intermediate_size
+        model = counted(family)
+        row = KERNELS[arrangement_of("deepspeed", model)]
+        sizes = model.hidden_size, model.query_size, model.key_value_size, model.intermediate_size
         passes = sum(count * size for count, size in zip(row, sizes, strict=False))
         expected = 2 * passes * TOKENS + 12 * linear_weights(counted_run(model))
         assert kernels == row.starts + 2, family
-        assert moved == pytest.approx(expected, rel=0.012), family
+        assert moved == pytest.approx(expected, rel=0.006), family

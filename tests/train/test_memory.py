@@ -1,16 +1,20 @@
 """Memory and disk of the plan against built engines, tensor by tensor, and their files."""
 
 import gc
+import inspect
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conftest import widths
@@ -20,7 +24,10 @@ from train.data.batches import Batch
 from train.distributed import start
 from train.engine import Engine
 from train.engines import build_engine
+from train.model import recomputing
+from train.model.accumulation import embedded
 from train.model.config import ModelConfig, hf_settings
+from train.model.losses import Targets, head_losses
 from train.model.presets import OLMO2_7B
 from train.planning.memory import checkpoint_bytes, layer_activation_bytes, rank_memory
 from train.run.config import RunConfig, load_run
@@ -71,7 +78,18 @@ def kept_for_backward(forward: Callable[[], object], parameters: list[Tensor]) -
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    def within(pack: Callable[[Tensor], Any], unpack: Any) -> saved_tensors_hooks:
+        """Hooks of a recomputation, which keeps what it computes from."""
+        compute = inspect.getclosurevars(unpack).nonlocals["again"].__wrapped__
+        for tensor in inspect.getclosurevars(compute).nonlocals.values():
+            if isinstance(tensor, Tensor):
+                keep(tensor)
+        return saved_tensors_hooks(pack, unpack)
+
+    with (
+        mock.patch.object(recomputing, "saved_tensors_hooks", within),
+        saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
         forward()
     return sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in known)
 
@@ -178,7 +196,11 @@ def test_megatron_engine(tmp_path):
         ("sp2", sequence, "bf16", "none", "olmo2"),
         ("selective", sequence, "bf16", "selective", "olmo2"),
         ("llama", sequence, "bf16", "none", "llama"),
+        ("llama-grouped", sequence, "bf16", "selective", "llama"),
+        ("olmo2-grouped", sequence, "bf16", "selective", "olmo2"),
     )
+    # Two groups of queries on a rank.
+    grouped = {"num_attention_heads": 8, "num_key_value_heads": 4}
     runs = [
         small_run(tmp_path / "dp2", precision="bf16", averages=AVERAGES),
         *(
@@ -189,7 +211,9 @@ def test_megatron_engine(tmp_path):
                 parallel=parallel,
                 precision=precision,
                 recompute=recompute,
-                model=small_model(layers, family),
+                model=small_model(layers, family).model_copy(
+                    update=grouped if name.endswith("grouped") else {}
+                ),
             )
             for layers in (1, 2)
             for name, parallel, precision, recompute, family in activations
@@ -295,3 +319,57 @@ def test_checkpoints_of_real_runs(trained, layout):
         probe = (checkpoint / PROBE).stat().st_size
         around = bytes_below(checkpoint) - probe - checkpoint_bytes(run).full_each
         assert 0 < around < 4 * 47 * TENSOR_FILE_BYTES
+
+
+def most_bytes(compute: Callable[[], object], least: int) -> int:
+    """The most bytes at once of what torch allocates in a call, in blocks of `least` and more."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        compute()
+    results: Any = recorded.profiler
+    events = [each for each in results.kineto_results.events() if each.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    sizes = [event.nbytes() for event in events if abs(event.nbytes()) >= least]
+    return max(itertools.accumulate(sizes))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_embedding_and_head(tmp_path, tied):
+    """With few tokens they are a microbatch's peak: the head's waits where both are one parameter.
+
+    An autocast rounds the head's rows for its products, the embedding's or not.
+    """
+    rows, width, tokens = 8192, 64, 16
+    sizes = widths(width, 64, 4, 4, vocab_size=rows, num_hidden_layers=1)
+    settings: dict[str, Any] = {
+        "model": ModelConfig(**sizes, tie_word_embeddings=tied),
+        "data": {"sequence_length": tokens},
+        "micro_batch_size": 1,
+        "precision": "bf16",
+    }
+    run = make_run(tmp_path / "run", **settings)
+    embedding = torch.zeros(rows, width, dtype=torch.bfloat16, requires_grad=True)
+    head = embedding if tied else torch.zeros_like(embedding, requires_grad=True)
+    for weight in (embedding, head):
+        weight.grad_dtype = None
+        weight.register_post_accumulate_grad_hook(drop)
+    ids = torch.arange(tokens)
+
+    def differentiate() -> None:
+        targets = Targets(ids, torch.ones(tokens, dtype=torch.bool), 0.0)
+        loss, _ = head_losses(embedded(ids, embedding), head, targets)
+        loss.backward()
+
+    components = rank_memory(run, 1).components
+    names = ("activations", "logits and loss", "gradient of the embedding")
+    planned = sum(components.get(name, 0) for name in names)
+    peak = most_bytes(differentiate, 2 * rows * width)  # logits are less
+    assert peak == (2 if tied else 1) * 4 * rows * width
+    assert peak <= planned < 1.2 * peak
+    with_autocast = make_run(tmp_path / "autocast", **settings, engine="deepspeed")
+    rounded = rank_memory(with_autocast, 1).components["rounded copies of weights"]
+    assert rounded == pytest.approx(2 * (rows * width + 7 * width * 64), rel=0.01)
+
+
+def drop(weight: Tensor) -> None:
+    """Take a gradient away once it is added, as DDP does."""
+    weight.grad = None

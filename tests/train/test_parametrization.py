@@ -42,13 +42,14 @@ OPTIMIZERS: dict[str, Any] = {
     "lion": Lion(peak_lr=1e-3, **SETTINGS),
 }
 N, L = 4, 2 / 3  # width 32 and 2 layers
-TRANSFERRED = {"parametrization": "completep", "base_width": 8, "base_depth": 3}
+TRANSFERRED: dict[str, Any] = {"parametrization": "completep", "base_width": 8, "base_depth": 3}
 
 # The modules after which the paper's model multiplies, by 1 / N and by 1 / L.
 FINAL_NORMS = ("model.norm", "gpt_neox.final_layer_norm")
 BRANCH_ENDS = {
     "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "llama": ("o_proj", "down_proj"),
+    "olmo": ("o_proj", "down_proj"),
     "gpt_neox": ("dense", "dense_4h_to_h"),
 }
 
@@ -57,6 +58,7 @@ def model_of(family: str) -> ModelConfig:
     return ModelConfig(
         **widths(32, 64, 4, 4 if family == "gpt_neox" else 2, vocab_size=320, num_hidden_layers=2),
         family=family,
+        norm_eps=1e-5 if family == "olmo" else 1e-6,
         rotary_fraction=0.5 if family == "gpt_neox" else 1.0,
     )
 
@@ -125,20 +127,30 @@ class PaperForm:
 
     def absorbed(self) -> dict[str, Tensor]:
         """The weights of a model without multipliers that computes the same."""
-        return {
-            name: weight.detach() * multiplier_after(name.rpartition(".")[0], self.run.model.family)
+        family = self.run.model.family
+        weights = {
+            name: weight.detach() * multiplier_after(name.rpartition(".")[0], family)
             for name, weight in self.named.items()
         }
+        if family == "olmo":  # the norm before the head has no weights
+            weights["lm_head.weight"] = weights["lm_head.weight"] / N
+        return weights
 
 
 CASES = {
-    "megatron": [("olmo2", optimizer) for optimizer in ("adamw", "adamc", "muon", "lion")],
+    "megatron": [
+        *(("olmo2", optimizer) for optimizer in ("adamw", "adamc", "muon", "lion")),
+        ("llama", "muon"),
+    ],
     "deepspeed": [
         *((family, "adamw") for family in BRANCH_ENDS),
         ("gpt_neox", "muon"),
         ("gpt_neox", "independent"),
     ],
 }
+# Lion's sign turns where momentum and gradient are near zero: seen up to 2.5e-5. Muon raises small
+# singular values, and what rounding left in them: seen up to 1.5e-5.
+LEAST_EXACT = {("olmo2", "lion"): 1e-3, ("llama", "muon"): 1e-4}
 
 
 @pytest.mark.parametrize("engine", CASES)
@@ -175,9 +187,14 @@ def test_engines_train_the_papers_form_with_its_multipliers_in_the_weights(
         weights = (
             read_shards(directory, run.model)
             if engine == "megatron"
-            else load_file(directory / "model.safetensors")
+            else {
+                key: weight
+                for path in directory.glob("model*.safetensors")
+                for key, weight in load_file(path).items()
+            }
         )
-        check_weights(weights, initial, paper.absorbed(), optimizer)
+        most = LEAST_EXACT.get((family, optimizer), 1e-5)
+        check_weights(weights, initial, paper.absorbed(), most)
 
         stock = model_of_family(run).double()
         for name, weight in named_as_in_files(stock).items():
@@ -191,16 +208,13 @@ def check_weights(
     weights: dict[str, Tensor],
     initial: dict[str, Tensor],
     expected: dict[str, Tensor],
-    optimizer: str,
+    most: float,
 ) -> None:
-    """Equal to the rounding of fp32, seen up to 3.1e-6 of what six updates changed.
-
-    Lion's sign turns where momentum and gradient are near zero, which was seen up to 2.5e-5.
-    """
+    """Equal to the rounding of fp32, seen up to 3.1e-6 of what six updates changed."""
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
         moved, error = expected[name] - initial[name], weight - expected[name]
-        assert error.norm() < (1e-3 if optimizer == "lion" else 1e-5) * moved.norm(), name
+        assert error.norm() < most * moved.norm(), name
 
 
 def test_at_the_base_itself_nothing_changes():
@@ -224,6 +238,7 @@ def run_of(
     model = ModelConfig(
         **widths(width, 2 * width, heads, heads, vocab_size=VOCABULARY, num_hidden_layers=depth),
         family=family,
+        norm_eps=1e-5 if family == "olmo" else 1e-6,
         rotary_fraction=0.5 if family == "gpt_neox" else 1.0,
     )
     return small_run("coordinates", model=model, optimizer=optimizer, **settings)
@@ -313,6 +328,7 @@ GROWING = {
     ("gpt_neox", "width"): ("residual", 3.0),
     ("gpt_neox", "depth"): ("residual", 4.0),
 }
+GROWTH_OF = list(dict.fromkeys(family for family, _ in GROWING))
 SIZES = {"width": ((32, 2), (128, 2)), "depth": ((32, 2), (32, 16))}
 WIDE = {"width": ((64, 4), (512, 4)), "depth": ((32, 2), (32, 32))}
 # Newton-Schulz of the wider matrices takes minutes.
@@ -345,7 +361,7 @@ def test_activations_do_not_grow_with_the_model(family, axis):
 
 @pytest.mark.stress
 @pytest.mark.parametrize("axis", SIZES)
-@pytest.mark.parametrize("family", BRANCH_ENDS)
+@pytest.mark.parametrize("family", GROWTH_OF)
 def test_activations_do_not_grow_over_more_sizes(family, axis):
     check_coordinates(family, ADAMW, axis, WIDE, least=1 / 4)
 
@@ -355,7 +371,7 @@ def test_activations_do_not_grow_over_more_sizes(family, axis):
 @pytest.mark.parametrize(
     "optimizer", [Muon(peak_lr=3e-3), Lion(peak_lr=1e-3)], ids=["muon", "lion"]
 )
-@pytest.mark.parametrize("family", BRANCH_ENDS)
+@pytest.mark.parametrize("family", GROWTH_OF)
 def test_activations_do_not_grow_under_other_optimizers(family, optimizer, axis):
     """The first steps at full rate change more of OLMo2's small stream of drawn weights."""
     most = 3 if (family, axis) == ("olmo2", "depth") else 1.5
@@ -377,6 +393,12 @@ def test_a_study_says_at_which_size_its_peaks_were_found():
     }
     assert len(fingerprints) == 3
     assert not any("completep" in line for line in summary(plain))
+
+
+def test_a_tied_head_after_a_norm_without_weights_is_refused():
+    model = model_of("olmo").model_copy(update={"tie_word_embeddings": True})
+    with pytest.raises(ValueError, match=r"olmo has none; set model\.tie_word_embeddings to false"):
+        small_run("tied", model=model, optimizer=ADAMW, **TRANSFERRED)
 
 
 def test_a_base_without_a_parametrization_is_refused():

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from base.errors import UserError
 from base.files import open_to_readers, write_json
+from base.ranks import even_shares
 from train.deepspeed.sharding import ParameterRange, Partition, by_piece
 from train.run.directory import MODEL_INDEX, MODEL_WEIGHTS
 from train.snapshot_memory import Copies, SnapshotMemory
@@ -40,7 +41,7 @@ class StateFiles:
     def add_model(self, parameters: dict[str, Tensor]) -> None:
         """Copy this rank's share of the weights that the model computes with."""
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-        shares = even_shares(sizes, dist.get_world_size())
+        shares = [names for names in even_shares(sizes, dist.get_world_size()) if names]
         for number, names in enumerate(shares, 1):
             file = f"model-{number:05d}-of-{len(shares):05d}.safetensors"
             file = file if len(shares) > 1 else MODEL_WEIGHTS
@@ -91,24 +92,6 @@ class StateFiles:
         index = {"metadata": {}, "weight_map": dict(sorted(self._weight_map.items()))}
         write_json(self._directory / MODEL_INDEX, index)
         return [MODEL_INDEX]
-
-
-def even_shares(sizes: dict[str, int], ranks: int) -> list[list[str]]:
-    """Return names for each rank that has any, so that all have about the same in sum.
-
-    The largest goes first, each to the rank that has the least: none has more than the mean and
-    the largest (Graham 1969, doi 10.1137/0117039, of jobs on machines).
-
-    >>> even_shares({"a": 1, "b": 5, "c": 4, "d": 2}, 2)
-    [['b', 'a'], ['c', 'd']]
-    """
-    shares: list[list[str]] = [[] for _ in range(ranks)]
-    filled = [0] * ranks
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = filled.index(min(filled))
-        shares[rank].append(name)
-        filled[rank] += sizes[name]
-    return [names for names in shares if names]
 
 
 @torch.no_grad()

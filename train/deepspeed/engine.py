@@ -83,7 +83,7 @@ class DeepSpeedEngine:
         self._optimizer.start_states()
         if isinstance(run.optimizer, MatrixOptimizer):
             dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
-            hidden_ones = self._sharding.matrices(run.optimizer, hidden, dtype)
+            hidden_ones = self._sharding.matrices(run, run.optimizer, dtype)
             # No group of its own: all ranks are data-parallel here.
             matrices.register(run.optimizer, self._optimizer, hidden_ones, None, device)
         self._slots = {

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train.model.config import hidden_matrices
 from train.optimizers.matrices import HiddenMatrix
 from train.optimizers.settings import MatrixOptimizer
+from train.run.config import RunConfig
 
 
 class ParameterRange(NamedTuple):
@@ -84,17 +86,18 @@ class Sharding:
         return partitions
 
     def matrices(
-        self, settings: MatrixOptimizer, names: frozenset[str], dtype: torch.dtype
+        self, run: RunConfig, settings: MatrixOptimizer, dtype: torch.dtype
     ) -> list[HiddenMatrix]:
-        """Return the matrices with these names, on all ranks; directions are in `dtype`."""
-        registered, rank = [], dist.get_rank()
+        """Return the hidden matrices, on all ranks; directions are in `dtype`."""
+        registered, rank, hidden = [], dist.get_rank(), hidden_matrices(run.model)
         for parameters, weights in self._groups():
             size, begin = weights.numel(), 0
             for parameter in parameters:
                 end = begin + parameter.numel()
                 # From the rank on which the matrix begins to the one on which it ends.
                 ranks = range(begin // size, (end - 1) // size + 1)
-                if self._names[parameter] in names:
+                name = self._names[parameter]
+                if name in hidden:
                     bounds = [begin, *(size * holder for holder in ranks[1:]), end]
                     counts = [stop - start for start, stop in itertools.pairwise(bounds)]
                     held = dict(zip(ranks, counts, strict=True))
@@ -105,7 +108,8 @@ class Sharding:
                     registered.append(
                         HiddenMatrix(
                             parameter.shape,
-                            settings.decays(self._names[parameter]),
+                            settings.decays(name),
+                            run.scaling_of(name),
                             held,
                             weights,
                             own,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from train.model.accumulation import embedded
+from train.model.accumulation import biased, embedded
 from train.model.attention import attention_kernel
 from train.model.config import ModelConfig
 from train.model.documents import attention_in_documents, takes_packed
@@ -58,6 +58,19 @@ class Embedding(VocabParallelEmbedding):
         else:
             rows = reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
         return rows
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """mcore's linear whose bias, if it has one, is added by `train.model.accumulation.biased`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.skip_bias_add = True  # it would round the bias's gradient, once a microbatch
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Return the output with its bias, and no bias to add."""
+        output, bias = super().forward(*args, **kwargs)
+        return output if bias is None else biased(output, bias), None
 
 
 class RMSNorm(nn.Module):
@@ -292,11 +305,9 @@ class PreNormLayer(GatedLayer):
         with self._recomputed((normed_x,), lambda: (self.input_layernorm(x),)):
             qkv, _ = attention.linear_qkv(normed_x)
         query, key, value = self.heads(qkv)
-
-        rotates = self.model.rotates(self.layer_number - 1)  # counted from 1 in the whole model
-        turned = self._rotated(query, key) if rotates else (query, key)
-        again = self._recomputed(turned, lambda: self._rotated(query, key))
-        with again if rotates else nullcontext():
+        turned = self._turned(query, key)
+        # From qkv, which the values keep: where queries share keys, `heads` copies the queries.
+        with self._recomputed(turned, lambda: self._turned(*self.heads(qkv)[:2])):
             context = attention.core_attention(
                 *turned, value, mask, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed
             )
@@ -312,8 +323,11 @@ class PreNormLayer(GatedLayer):
         output: Tensor = h + y
         return output
 
-    def _rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _turned(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, after the rotary embedding if this layer has it."""
         model = self.model
+        if not model.rotates(self.layer_number - 1):  # counted from 1 in the whole model
+            return query, key
         return rotated_heads(
             query, key, rotary_base=model.rope_theta, rope_scaling=model.rope_scaling
         )

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
@@ -31,6 +30,7 @@ from torch import Tensor
 from train.megatron import transformer_engine
 from train.megatron.layers import (
     CausalAttention,
+    ColumnLinear,
     Embedding,
     Olmo2Layer,
     PreNormLayer,
@@ -102,7 +102,7 @@ def initialize_groups(run: RunConfig) -> None:
 def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
     """Return the modules of one pipeline stage of `num_layers` layers."""
     kernels: dict[str, Any] = {
-        "column": ColumnParallelLinear,
+        "column": ColumnLinear,
         "row": RowParallelLinear,
         "attention": CausalAttention,
     }

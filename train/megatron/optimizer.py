@@ -169,6 +169,7 @@ def _matrices(
         yield matrices.HiddenMatrix(
             parameter_shapes(run.model)[hf_name],
             settings.decays(hf_name),
+            run.scaling_of(hf_name),
             {rank: count for rank, count in held.items() if count},
             piece.inner if piece and own else None,
             tuple(slice(begin - start, end - start) for begin, end in own),

@@ -249,8 +249,7 @@ def _boxes(entry: Any, prefix: str, piece: Piece, flat: Tensor) -> Iterator[Shar
 def _row_spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
     """Yield a stretch of a flat matrix cut where its first whole row begins and its last one ends.
 
-    >>> list(_row_spans(3, 38, width=10)), list(_row_spans(3, 5, width=10))
-    ([(3, 10), (10, 30), (30, 38)], [(3, 5)])
+    From 3 to 38 in rows of 10 that is 3 to 10, 10 to 30 and 30 to 38; from 3 to 5, all of it.
     """
     first = min(-(-start // width) * width, stop)
     last = max(stop // width * width, first)

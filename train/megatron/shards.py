@@ -6,6 +6,7 @@ Here torch's planner and writer do it, in the thread that calls. Of a box a rank
 needs, where torch's reader reads all of it.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -120,12 +121,15 @@ def read_boxes(entries: Iterable[ShardedTensor], directory: Path, metadata: Meta
     Raises:
         UnpicklingError: a file holds a pickle of more than numbers.
     """
-    load(
-        mcore_to_pyt_state_dict(_by_key(entries), is_loading=True),
-        storage_reader=_BoxReader(directory, metadata),
-        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        no_dist=True,
-    )
+    with warnings.catch_warnings():
+        # Every rank reads for itself, on purpose.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(
+            mcore_to_pyt_state_dict(_by_key(entries), is_loading=True),
+            storage_reader=_BoxReader(directory, metadata),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=True,
+        )
 
 
 def shapes_of(entries: Iterable[ShardedTensor]) -> dict[str, tuple[int, ...]]:

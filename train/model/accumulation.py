@@ -64,6 +64,29 @@ class _Embedded(torch.autograd.Function):
         return None, sums_VH
 
 
+class _Biased(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, bias_A: Tensor) -> Tensor:
+        return x + bias_A
+
+    @staticmethod
+    @once_differentiable
+    def backward(_ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return gradient, gradient.sum(tuple(range(gradient.ndim - 1)), dtype=wide)
+
+
+def biased(x: Tensor, bias_A: Tensor) -> Tensor:
+    """Return x [..., A] + bias; the bias's gradient sums all tokens in fp32.
+
+    >>> biased(torch.zeros(2, 2), torch.tensor([1.0, 2.0]))
+    tensor([[1., 2.],
+            [1., 2.]])
+    """
+    result: Tensor = _Biased.apply(x, bias_A)
+    return result
+
+
 def embedded(ids_N: Tensor, weight_VH: Tensor) -> Tensor:
     """Return the rows of an embedding for token ids, [N, H], whose gradient is summed in fp32.
 

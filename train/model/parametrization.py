@@ -14,7 +14,8 @@
 Decay is divided by the factor of the rate: a step shrinks all weights by the same share. Epsilon
 follows the size of gradients; of the paper's table its part outside the blocks is an extension.
 
-A stock model has no multipliers, so the weights before them absorb them: `Scaling.absorbing`.
+A stock model has no multipliers, so the weights before them absorb them: `Scaling.absorbing`. After
+a final norm without weights the head does.
 """
 
 from typing import NamedTuple, Self
@@ -70,7 +71,8 @@ def completep(
     if f".{LAYERS}." not in name:
         scaling = Scaling(epsilon=1 / width)
         # The norm before the head, so that a head that is the embedding as well stays that.
-        return scaling.absorbing(1 / width) if module == row.final_norm else scaling
+        absorbs = row.head_in_files if row.norm == "bare" else row.final_norm
+        return scaling.absorbing(1 / width) if module == absorbs else scaling
 
     linears = {*row.reading, row.writing, *row.mlp_reading, row.mlp_writing}
     scaling = Scaling(epsilon=1 / (width * depth))

@@ -5,7 +5,6 @@ all parts, computes the direction of the update, and returns them. The engine re
 matrices, on every rank, with its optimizer, which then leaves them out.
 """
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from base.ranks import even_shares
+from train.model.parametrization import Scaling
 from train.optimizers.settings import MatrixOptimizer
 
 # Of whole matrices that a rank computes in a round, at most, unless a single one is larger: 1 GiB.
@@ -25,7 +26,8 @@ class HiddenMatrix(NamedTuple):
     """A hidden matrix in HF's terms, or its tensor-parallel shard, and what this rank holds."""
 
     shape: tuple[int, ...]  # of the whole matrix
-    decayed: bool  # as its parameter group
+    decayed: bool  # as its parameter group, as is the next
+    scaling: Scaling
     held: dict[int, int]  # elements on each data-parallel rank that holds some, in order
     weights: Tensor | None  # flat: the optimizer updates it and keys its state by it
     spans: tuple[slice, ...]  # of this rank's part in it, in order
@@ -37,9 +39,7 @@ def rounds(
 ) -> Iterator[list[list[int]]]:
     """Yield rounds of matrices, by their numbers: those that each rank computes.
 
-    The largest matrix left goes to the rank with the least to do (longest processing time first,
-    Graham 1969): no rank has more than 4/3 of the least possible. Rounds bound memory; all ranks
-    begin one together.
+    Rounds bound memory; all ranks begin one together.
 
     Args:
         flops: of the direction of each matrix.
@@ -54,13 +54,7 @@ def rounds(
     while order:
         count = ranks * max(1, ROUND_ELEMENTS // elements[order[0]])
         numbers, order = order[:count], order[count:]
-        assigned: list[list[int]] = [[] for _ in range(ranks)]
-        loads = [(0.0, rank) for rank in range(ranks)]
-        for index in numbers:
-            load, rank = loads[0]
-            assigned[rank].append(index)
-            heapq.heapreplace(loads, (load + flops[index], rank))
-        yield assigned
+        yield even_shares({index: flops[index] for index in numbers}, ranks)
 
 
 def register(
@@ -75,19 +69,22 @@ def register(
     `group` are the data-parallel ranks. All of them step together, and give the same matrices in
     the same order.
     """
+    by_group: dict[tuple[Any, ...], list[HiddenMatrix]] = {}
+    for matrix in matrices:
+        key = matrix.decayed, matrix.scaling.rate, matrix.scaling.epsilon
+        by_group.setdefault(key, []).append(matrix)
     exchanges = {
-        decayed: _exchanges(
-            settings, [each for each in matrices if each.decayed == decayed], group, device
-        )
-        for decayed in (False, True)
+        key: _exchanges(settings, members, group, device) for key, members in by_group.items()
     }
+
+    of_group = itemgetter("decayed", "rate_factor", "epsilon_factor")
 
     @torch.no_grad()
     def before_step(stepping: torch.optim.Optimizer, *_: Any) -> None:
         # DeepSpeed steps every group alone; a rank without parts of a group computes its matrices.
         for values in filter(itemgetter("hidden"), stepping.param_groups):
             rate, decay = values["lr"], values["weight_decay"]
-            for exchange in exchanges[values["decayed"]]:
+            for exchange in exchanges[of_group(values)]:
                 updates = [_accumulated(settings, optimizer, *part) for part in exchange.parts]
                 exchange.replace_by_directions(updates)
                 for (weights, span), update in zip(exchange.parts, updates, strict=True):

@@ -13,7 +13,12 @@ from typing import NamedTuple
 
 from train.model import megatron_names
 from train.model.chunks import LOSS_CHUNK_TOKENS
-from train.model.config import ModelConfig, hidden_matrices, parameter_shapes
+from train.model.config import (
+    ModelConfig,
+    hidden_matrices,
+    multiplied_parameters,
+    parameter_shapes,
+)
 from train.model.precision import FP8_RECIPES, dtype_of, weights_dtype
 from train.optimizers.matrices import ROUND_ELEMENTS
 from train.optimizers.settings import MatrixOptimizer
@@ -137,15 +142,18 @@ def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
     h, f = model.hidden_size, model.intermediate_size
     q, k = model.query_size, model.key_value_size
     norm = 2 * FP32  # input and normalised values
+    # Queries are copied from qkv where they share keys, of which a rank has several, for the norm.
+    is_grouped = model.num_attention_heads > model.num_key_value_heads > config.parallel.tensor
+    copied = q if is_grouped and model.row.query_key_norm != "none" else 0
     if config.engine == "megatron" and config.recompute == "selective":
         # The layer's input, and the inputs of norms after the parts or of the one between them;
         # qkv, the attention's output; gate and up.
         norms = 2 if model.row.norms == "after" else 1
-        return (1 + norms) * h * d, (2 * q + 2 * k + 2 * f) * d
+        return (1 + norms) * h * d, (2 * q + 2 * k + 2 * f + copied) * d
     if config.engine == "megatron":
         # Also the inputs of the MLP and, after a norm before it, of the attention; q and k rotated;
         # the MLP's product.
-        return 4 * h * d, (3 * q + 3 * k + 3 * f) * d
+        return 4 * h * d, (3 * q + 3 * k + 3 * f + copied) * d
     # The inputs of qkv and of gate and up: one tensor each, or rounded for each of the five.
     inputs = 5 if _rounds_weights(config) else 2
     match model.row.norms, model.row.activation:
@@ -208,17 +216,17 @@ def _activations(config: RunConfig, stage: int, replicas: int) -> dict[str, int]
         components["CUDA graph"] = sum(components.values())
     # An update comes when a step's activations are gone.
     components["matrices being updated"] = max(0, matrices - kept - again - loss)
-    if stage == 0 and model.tie_word_embeddings and parallel.pipeline == 1:
-        # It waits for that of the embedding, to which it is added.
-        rows = model.vocab_size // parallel.tensor
-        components["gradient of the head"] = rows * model.hidden_size * bytes_of_weight(config)
     return components
 
 
 def _embedding_gradient_bytes(config: RunConfig) -> int:
-    """Return the bytes of the embedding's gradient: an fp32 sum."""
-    rows = config.model.vocab_size // config.parallel.tensor
-    return rows * config.model.hidden_size * FP32
+    """Return the bytes of the embedding's gradient, an fp32 sum.
+
+    The head's, of the same parameter on the same stage, waits for it from the loss on.
+    """
+    model, parallel = config.model, config.parallel
+    sums = 2 if model.tie_word_embeddings and parallel.pipeline == 1 else 1
+    return sums * (model.vocab_size // parallel.tensor) * model.hidden_size * FP32
 
 
 def _loss_bytes(config: RunConfig, tokens: int) -> int:
@@ -251,8 +259,8 @@ def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
         layers = config.model.num_hidden_layers // config.parallel.pipeline
         state["8-bit copies of weights"] = 2 * layers * layer
     if _rounds_weights(config):  # autocast keeps them from a microbatch's forward to its backward
-        embedding = config.model.vocab_size * config.model.hidden_size
-        state["rounded copies of weights"] = (count - embedding) * _bytes_of_factor(config)
+        multiplied = multiplied_parameters(config.model)
+        state["rounded copies of weights"] = multiplied * _bytes_of_factor(config)
     if config.engine == "megatron":
         if d == FP32:  # the weights are their own main weights
             state["main weights, fp32"] = 0

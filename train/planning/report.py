@@ -69,6 +69,10 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
     if len(runs) > 1:
         hours = gpu_hours(fitted, gpus_per_node=gpus_per_node, gpu=kind)
         disk = sum(checkpoint_bytes(run).kept for run in runs)
+        if left := len(runs) - len(fitted):
+            console.print(
+                f"\n{left} of {len(runs)} runs fit no layout; their time is not in the sum"
+            )
         console.print(
             f"\nin sum: {hours} GPU-hours, {hours.expected / gpus / 24:.2f} days one after another,"
             f" {_gigabytes(disk)} of checkpoints"

@@ -8,8 +8,8 @@ Left out are evaluation, saving, probes, the start and the ends of GPUs; documen
 attention is shorter; clocks that fall under load; and networks that others use. 8-bit products are
 taken to be as fast as those in bf16, and tensor ranks to share tokens (`parallel.sequence`).
 
-Shapes in names: h hidden size, k width of all key heads, f intermediate size; d bytes of an
-activation.
+Shapes in names: h hidden size, q and k widths of all query and key heads, f intermediate size; d
+bytes of an activation.
 """
 
 from collections.abc import Iterable
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from train.model.chunks import LOSS_CHUNK_TOKENS
+from train.model.config import ModelConfig
+from train.model.families.family import Activation, NormKind, QueryKeyNorm
 from train.model.precision import dtype_of
 from train.planning.flops import GpuKind, flops_per_token, product_weights
 from train.run.config import RunConfig
@@ -69,11 +71,35 @@ FAST = Rates(0.75, (0.55, 0.45), 0.85, 0.9, 0.25, 3e-6, 350e9, 15e-6, 35e9, 1.0,
 SLOW = Rates(0.61, (0.32, 0.27), 0.75, 0.8, 1.0, 8e-6, 200e9, 40e-6, 9e9, 0.5, 0.05)
 
 
+class Arrangement(NamedTuple):
+    """A layer as an engine computes it, by the row of its family; a Llama's but for what is said.
+
+    Models that differ in nothing of it start the same kernels.
+    """
+
+    engine: str
+    norms: str = "before"
+    norm: NormKind = "rms"
+    query_key_norm: QueryKeyNorm = "none"
+    activation: Activation = "swiglu"
+    biases: bool = False
+
+
+def arrangement_of(engine: str, model: ModelConfig) -> Arrangement:
+    """Return the arrangement of a model's layers."""
+    row = model.row
+    biases = bool(model.training.biases)
+    return Arrangement(engine, row.norms, row.norm, row.query_key_norm, row.activation, biases)
+
+
 class Kernels(NamedTuple):
-    """The kernels of an engine beside attention: tests/train/test_speed.py counts them.
+    """The kernels of an arrangement beside attention, as counted in tests.
+
+    tests/train/test_speed.py has those of megatron, test_compiled_layers.py those of DeepSpeed.
 
     Attributes:
-        h, k, f: reads and writes of a layer's tensors of these widths, forward and backward.
+        h, q, k, f: reads and writes of a layer's tensors of these widths, forward and backward. q
+            is 0 where queries are as wide as h in all models, and h has theirs.
         starts: kernels of a layer and microbatch, with products.
         logit: bytes per logit.
         loss_starts: kernels of the head and the losses, for a chunk of tokens.
@@ -84,6 +110,7 @@ class Kernels(NamedTuple):
     """
 
     h: float
+    q: float
     k: float
     f: float
     starts: int
@@ -98,20 +125,38 @@ class Kernels(NamedTuple):
 
 LOSS: dict[str, Any] = {"logit": 4, "loss_starts": 5, "chunk": LOSS_CHUNK_TOKENS}
 # Gradients are fp32 sums: of the head zeroed and scaled, of the embedding zeroed; then read and
-# added to the buffer.
+# added to the buffer. Those of one parameter, head and embedding of a tied model on one stage, are
+# added to each other, which moves as much as adding both to the buffer.
 BUFFERED: dict[str, Any] = {"adds": True, "weight": 0, "head": 4 + 8 + 12, "embedding": 4 + 12}
 # DeepSpeed's weights are fp32: products read them rounded, and their gradients are widened.
 AUTOCAST: dict[str, Any] = {"adds": False, "weight": 12 + 12, "head": 6 + 24, "embedding": 16}
+# A quarter of SmolLM3's layers have no rotary embedding; they count as if they had one.
 KERNELS = {
     # `train.model.elementwise`, each function compiled to a pass over its tensors. The loss reads
     # logits, again out of the cache, and writes their gradient.
-    ("megatron", "olmo2"): Kernels(25, 9, 8, 24, **LOSS, **BUFFERED),
+    Arrangement("megatron", norms="after", query_key_norm="whole"): Kernels(
+        18, 7, 9, 8, 24, **LOSS, **BUFFERED
+    ),
+    Arrangement("megatron"): Kernels(22, 6, 8, 8, 26, **LOSS, **BUFFERED),
+    # A bias is added in a pass over the product, its gradient is summed in another.
+    Arrangement("megatron", biases=True): Kernels(22, 9, 14, 8, 29, **LOSS, **BUFFERED),
     # Layers of transformers, compiled.
-    ("deepspeed", "olmo2"): Kernels(43, 8, 8, 53, **LOSS, **AUTOCAST),
-    ("deepspeed", "llama"): Kernels(48, 3, 8, 50, **LOSS, **AUTOCAST),
-    ("deepspeed", "gpt_neox"): Kernels(52, 0, 6, 46, **LOSS, **AUTOCAST),
+    Arrangement("deepspeed", norms="after", query_key_norm="whole"): Kernels(
+        43, 0, 9, 8, 53, **LOSS, **AUTOCAST
+    ),
+    Arrangement("deepspeed"): Kernels(43, 5, 4, 8, 50, **LOSS, **AUTOCAST),
+    Arrangement("deepspeed", biases=True): Kernels(49, 0, 6, 8, 59, **LOSS, **AUTOCAST),
+    Arrangement("deepspeed", query_key_norm="heads"): Kernels(43, 10, 9, 8, 54, **LOSS, **AUTOCAST),
+    Arrangement("deepspeed", norm="bare"): Kernels(40, 0, 4, 8, 47, **LOSS, **AUTOCAST),
+    Arrangement("deepspeed", norm="layer", activation="gelu", biases=True): Kernels(
+        52, 0, 0, 6, 46, **LOSS, **AUTOCAST
+    ),
 }
-SELECTIVE = 5, 2, 3  # what recompute "selective" adds to h, k, f
+# What recompute "selective" adds to h, q, k, f: two norms before linears, or one after them with
+# its residual; the rotation; SwiGLU.
+SELECTIVE = {"before": (4, 2, 2, 3), "after": (3, 2, 2, 3)}
+# megatron copies grouped queries out of the first linear's output: reads and writes of q.
+COPIED_QUERIES = 2
 ATTENTION_STARTS = 4  # forward; sums of rows, gradients, their cast
 
 
@@ -163,7 +208,7 @@ class Roofline:
 
     @property
     def _kernels(self) -> Kernels:
-        return KERNELS[self.run.engine, self.run.model.family]
+        return KERNELS[arrangement_of(self.run.engine, self.run.model)]
 
     @property
     def _peak(self) -> float:
@@ -217,30 +262,51 @@ class Roofline:
             causes["between stages"] = sent / self.rates.network
         return causes
 
+    @property
+    def _copies_queries(self) -> bool:
+        model = self.run.model
+        is_grouped = model.num_key_value_heads != model.num_attention_heads
+        return self.run.engine == "megatron" and is_grouped
+
+    @property
+    def _elements(self) -> float:
+        """Numbers that kernels beside products and attention move, per token of a layer."""
+        run, kernels = self.run, self._kernels
+        model = run.model
+        widths = (
+            model.hidden_size,
+            model.query_size,
+            model.key_value_size,
+            model.intermediate_size,
+        )
+        passes = [kernels.h, kernels.q, kernels.k, kernels.f]
+        if run.recompute == "selective":
+            again = SELECTIVE[model.row.norms]
+            passes = [once + more for once, more in zip(passes, again, strict=True)]
+        if self._copies_queries:
+            passes[1] += COPIED_QUERIES
+        return sum(count * width for count, width in zip(passes, widths, strict=True))
+
     def _layer(self) -> dict[str, float]:
         """Return the seconds of a layer and microbatch."""
         run, rates, kernels = self.run, self.rates, self._kernels
         model, tensor = run.model, run.parallel.tensor
-        k = model.num_key_value_heads * model.head_size
-        widths = model.hidden_size, k, model.intermediate_size
         weights = product_weights(model)
 
         # Scores of causal attention are half a square; 2 products forward, 5 backward.
         forward, backward = rates.attention
-        product = run.data.sequence_length * model.hidden_size * self._tokens / tensor / self._peak
+        product = run.data.sequence_length * model.query_size * self._tokens / tensor / self._peak
         narrow = rates.narrow_heads if model.head_size < 128 else 1.0
 
-        again = SELECTIVE if run.recompute == "selective" else (0, 0, 0)
-        passes = zip((kernels.h, kernels.k, kernels.f), again, widths, strict=True)
-        elements = sum((once + more) * width for once, more, width in passes)
         adds = kernels.adds or run.kernels == "transformer_engine"
         added = self._added if adds else kernels.weight
+        starts = kernels.starts + self._copies_queries + ATTENTION_STARTS
         causes = {
             "matrix products": self._multiplied(weights),
             "attention": product * (2 / forward + 5 / backward) / narrow,
-            "other kernels": self._moved(elements * self._tokens * self._d),
+            "other kernels": self._moved(self._elements * self._tokens * self._d),
             "sums of gradients": self._moved(weights * added),
-            "starts of kernels": (kernels.starts + ATTENTION_STARTS) * self._start,
+            "starts of kernels": starts * self._start,
         }
         if tensor > 1:
             # Gathers and reductions of the residual stream: 4 forward; of 6 backward products hide
@@ -254,7 +320,8 @@ class Roofline:
     def _stage_weights(self) -> float:
         """Return the weights of a rank of the last pipeline stage, but for norms."""
         model, parallel = self.run.model, self.run.parallel
-        tables = 1 if parallel.pipeline > 1 else 2
+        # The last of several stages has the head alone; a tied head is the embedding.
+        tables = 1 if parallel.pipeline > 1 or model.tie_word_embeddings else 2
         layers = model.num_hidden_layers // parallel.pipeline * product_weights(model)
         return (layers + tables * model.vocab_size * model.hidden_size) / parallel.tensor
 

@@ -183,6 +183,13 @@ class RunConfig(Frozen):
             is_set = getattr(self, name) != type(self).model_fields[name].default
             if is_set and self.parametrization == "standard":
                 raise ValueError(f"{name} belongs to completep; set parametrization to completep")
+        model = self.model
+        is_bare = model.row.norm == "bare" and model.tie_word_embeddings
+        if is_bare and self.parametrization == "completep":
+            raise ValueError(
+                "completep scales what a tied head reads by the final norm's weight, and"
+                f" {model.family} has none; set model.tie_word_embeddings to false"
+            )
 
     def _check_engine(self) -> None:
         if self.engine == "megatron":

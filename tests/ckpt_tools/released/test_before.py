@@ -64,7 +64,7 @@ def test_code_beside_a_model_of_a_known_type_matters_to_none(hub, tmp_path):
 
 def test_what_cannot_be_imported_is_refused_before_its_weights(hub, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    hub.revisions[REVISION]["config.json"] = config_json("qwen2")
-    with pytest.raises(UserError, match="is of Qwen2ForCausalLM; give one of"):
+    hub.revisions[REVISION]["config.json"] = config_json("apertus")
+    with pytest.raises(UserError, match="is of ApertusForCausalLM; give one of"):
         find_source(f"{REPO}@{REVISION}")
     assert {name for _, name in hub.got} == {"config.json"}
