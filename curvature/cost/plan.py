@@ -19,13 +19,12 @@ from curvature.cost.memory import Work, gpu_memory, host_memory, work_of
 from curvature.cost.simulation import Pass, moved_around, simulate
 from curvature.dual.blocks import curved_family
 from curvature.settings import CurvatureSettings, checked_length
-from train.planning.flops import GPUS
+from train.planning.flops import GPUS, GPUS_PER_NODE
 
 # In a product of OLMo2-1B, 4,096 tokens in bf16, an H100 reached 0.59 of its peak in matrices and
 # 0.55 of its memory's bandwidth in all other kernels. Nothing was measured in fp32.
 BF16_SHARE, FP32_SHARE = 0.6, 0.75  # of the peak, reached by products of large matrices
 BANDWIDTH_SHARE = 0.5  # of the memory's bandwidth, reached by other kernels
-GPUS_PER_NODE = 8  # at most
 
 
 class GpuPlan(NamedTuple):

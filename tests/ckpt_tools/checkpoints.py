@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from base.files import record_files
@@ -31,6 +32,17 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 def read_shards(directory: Path, model: ModelConfig) -> dict[str, Tensor]:
     """Every HF tensor of megatron's shards, sealed or not."""
     return all_of(MegatronWeights(directory, model))
+
+
+def read_snapshot(directory: Path, run: RunConfig) -> dict[str, Tensor]:
+    """Every HF tensor of what the ranks of a run's engine have written, without a record."""
+    if run.engine == "megatron":
+        return read_shards(directory, run.model)
+    return {
+        name: weight
+        for path in directory.glob("model*.safetensors")
+        for name, weight in load_file(path).items()
+    }
 
 
 def seal(checkpoint: Path, **changes: Any) -> None:

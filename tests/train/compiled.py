@@ -30,19 +30,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface
 
+from tests.train import compiled_functions
 from train.run.config import RunConfig
 
 GPU = torch.device("cuda", 0)
 H100 = DeviceProperties(
-    type="cuda",
-    index=0,
-    multi_processor_count=132,
     cc=90,
-    major=9,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    warp_size=32,
+    **{
+        name: getattr(compiled_functions.H100, name)
+        for name in DeviceProperties._fields
+        if hasattr(compiled_functions.H100, name)
+    },
 )
 
 
@@ -62,7 +60,7 @@ def _attended(_: Any, *query_key_value: Tensor, **__: Any) -> tuple[Tensor, None
 
 @contextmanager
 def _an_h100() -> Iterator[None]:
-    properties = SimpleNamespace(name="NVIDIA H100", **H100._asdict())
+    properties = SimpleNamespace(**H100._asdict() | vars(compiled_functions.H100))
     with ExitStack() as patches:
         for target, name, value in (
             (DeviceProperties, "create", H100),

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from tests.ckpt_tools.checkpoints import read_shards
+from tests.ckpt_tools.checkpoints import read_snapshot
 from tests.runs import draw_weights, leave_layout, make_run, on_ranks, save
 from tests.train.plain import differentiate, plain_model
 from train.data.batches import Batch
@@ -167,16 +166,7 @@ def test_optimizers_equal_a_plain_loop_at_every_layout(tmp_path, inputs, engine)
     for name, run in runs.items():
         expected = weights_by_hand(run, name)
         initial = dict(plain_model(run).named_parameters())
-        directory = out / f"{name}-2"
-        weights = (
-            read_shards(directory, run.model)
-            if engine == "megatron"
-            else {
-                key: weight
-                for path in directory.glob("model*.safetensors")
-                for key, weight in load_file(path).items()
-            }
-        )
+        weights = read_snapshot(out / f"{name}-2", run)
         assert weights.keys() == expected.keys()
         for key, weight in weights.items():
             moved, error = expected[key] - initial[key], weight - expected[key]

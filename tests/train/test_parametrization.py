@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from base.errors import UserError
 from base.frozen import fingerprint
 from study.recipes.resolve import resolve
 from study.recipes.shown import summary
-from tests.ckpt_tools.checkpoints import read_shards
+from tests.ckpt_tools.checkpoints import read_snapshot
 from tests.conftest import widths
 from tests.runs import make_run, on_ranks
 from tests.train.plain import differentiate, model_of_family, named_as_in_files
@@ -183,16 +182,7 @@ def test_engines_train_the_papers_form_with_its_multipliers_in_the_weights(
         initial = paper.absorbed()
         for step in range(1, len(BATCHES) + 1):
             paper.step(step)
-        directory = out / f"{family}-{optimizer}-2"
-        weights = (
-            read_shards(directory, run.model)
-            if engine == "megatron"
-            else {
-                key: weight
-                for path in directory.glob("model*.safetensors")
-                for key, weight in load_file(path).items()
-            }
-        )
+        weights = read_snapshot(out / f"{family}-{optimizer}-2", run)
         most = LEAST_EXACT.get((family, optimizer), 1e-5)
         check_weights(weights, initial, paper.absorbed(), most)
 
