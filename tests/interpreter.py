@@ -236,8 +236,11 @@ def _run(
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        resource.setrlimit(resource.RLIMIT_FSIZE, resource.prlimit(who, resource.RLIMIT_FSIZE))
-        _enter_namespaces(who)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, resource.prlimit(who, resource.RLIMIT_FSIZE))
+            _enter_namespaces(who)
+        except (FileNotFoundError, ProcessLookupError):  # it was killed a moment after it asked
+            os._exit(1)
         _take(files)
         os.environ.clear()
         os.environ.update(environment)
