@@ -97,6 +97,22 @@ def even_shares[T: (int, str)](sizes: Mapping[T, float], ranks: int) -> list[lis
     return shares
 
 
+def spans_of_ranks(begin: int, end: int, size: int) -> dict[int, tuple[int, int]]:
+    """Return the part of [begin, end) that each rank holds, counted from `begin`, by rank.
+
+    All elements lie end to end, and every rank holds `size` of them.
+
+    Example:
+        >>> spans_of_ranks(3, 9, size=4)
+        {0: (0, 1), 1: (1, 5), 2: (5, 6)}
+    """
+    ranks = range(begin // size, (end - 1) // size + 1)
+    return {
+        rank: (max(begin, rank * size) - begin, min(end, (rank + 1) * size) - begin)
+        for rank in ranks
+    }
+
+
 def own_gpu() -> torch.device:
     """Return the GPU of this rank, made current; UserError if there is none, or no fp32 on it."""
     check_fp32()

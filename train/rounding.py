@@ -96,7 +96,7 @@ def output_errors(
     specs = [spec for bits in settings.bits for spec in settings.specs(bits)]
     errors = {}
     for spec, rounded_OI in zip(specs, rounding(specs, weight_OI, hessian_II, name), strict=True):
-        # The model would compute with the rounded weights in its own dtype: that error counts too.
+        # In the dtype in which the engine keeps weights: that rounding counts, too.
         computed_OI = rounded_OI.to(weight_OI.dtype)
         error_O, norm_O = row_output_errors(weight_OI, computed_OI, hessian_II)
         error = error_O.sum()

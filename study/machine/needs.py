@@ -76,7 +76,9 @@ class Needs:
         fitting: dict[int, RunConfig] = {}
         for layout in (in_its_split, fit):
             changed = {n: layout(run, n, gpus_per_node=node, gpu=gpu) for n in counts}
-            fitting = fitting or {n: other for n, other in changed.items() if other}
+            fitting = {n: other for n, other in changed.items() if other}
+            if fitting:
+                break
         if not fitting:
             raise UserError(no_layout(run, self.study, str(self.hardware)))
         # Branches wait for their parents, so only the others can start at once.

@@ -7,15 +7,11 @@ its outputs; matrix products and attention, which libraries have, count as kerne
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._dynamo.device_interface import CudaInterface
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -23,25 +19,16 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import MultiOutput
-from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface
 
-from tests.train import compiled_functions
+from tests.train.compiled_functions import h100
 from train.run.config import RunConfig
 
 GPU = torch.device("cuda", 0)
-H100 = DeviceProperties(
-    cc=90,
-    **{
-        name: getattr(compiled_functions.H100, name)
-        for name in DeviceProperties._fields
-        if hasattr(compiled_functions.H100, name)
-    },
-)
 
 
 class Kernels(NamedTuple):
@@ -56,24 +43,6 @@ def _attended(_: Any, *query_key_value: Tensor, **__: Any) -> tuple[Tensor, None
     rounded = [x.bfloat16() for x in query_key_value[:3]]
     out = torch.ops.aten._scaled_dot_product_flash_attention(*rounded, 0.0, True)[0]
     return out.transpose(1, 2).contiguous(), None
-
-
-@contextmanager
-def _an_h100() -> Iterator[None]:
-    properties = SimpleNamespace(**H100._asdict() | vars(compiled_functions.H100))
-    with ExitStack() as patches:
-        for target, name, value in (
-            (DeviceProperties, "create", H100),
-            (CudaInterface, "get_device_properties", properties),
-            (CudaInterface.Worker, "get_device_properties", properties),
-            (torch.cuda, "get_device_properties", properties),
-            (torch.cuda, "get_device_capability", (9, 0)),
-            (torch.cuda, "current_device", 0),
-            (torch.cuda, "is_available", True),
-        ):
-            seen = mock.Mock(return_value=value)
-            patches.enter_context(mock.patch.object(target, name, seen))
-        yield
 
 
 def _move(graph: torch.fx.GraphModule, mode: FakeTensorMode) -> None:
@@ -98,7 +67,7 @@ def _scheduled(graph: torch.fx.GraphModule, mode: FakeTensorMode) -> Kernels:
     """Count the kernels that inductor schedules for a traced graph on a GPU."""
     _move(graph, mode)
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    with _an_h100(), V.set_fake_mode(mode), V.set_debug_handler(mock.MagicMock()):
+    with h100(), V.set_fake_mode(mode), V.set_debug_handler(mock.MagicMock()):
         post_grad_passes(graph, is_inference=False)
         lowering = GraphLowering(graph, example_inputs=inputs)
         with V.set_graph_handler(lowering):

@@ -4,7 +4,6 @@ The rest of the engine knows only ranges of parameters. This file reaches into D
 members: look here first when its version changes.
 """
 
-import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from base.ranks import spans_of_ranks
 from train.model.config import hidden_matrices
 from train.optimizers.matrices import HiddenMatrix
 from train.optimizers.settings import MatrixOptimizer
@@ -94,13 +94,10 @@ class Sharding:
             size, begin = weights.numel(), 0
             for parameter in parameters:
                 end = begin + parameter.numel()
-                # From the rank on which the matrix begins to the one on which it ends.
-                ranks = range(begin // size, (end - 1) // size + 1)
                 name = self._names[parameter]
                 if name in hidden:
-                    bounds = [begin, *(size * holder for holder in ranks[1:]), end]
-                    counts = [stop - start for start, stop in itertools.pairwise(bounds)]
-                    held = dict(zip(ranks, counts, strict=True))
+                    spans = spans_of_ranks(begin, end, size)
+                    held = {holder: stop - start for holder, (start, stop) in spans.items()}
                     # Its place in the flat weights of this rank.
                     start = max(begin - rank * size, 0)
                     own = (slice(start, start + held[rank]),) if rank in held else ()

@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from base.ranks import spans_of_ranks
 from train.model.megatron_names import EMBEDDING
 from train.optimizers.stepping import GroupStepOptimizer
 
@@ -99,12 +100,7 @@ class OptimizerState:
         # mcore pads buckets so that all ranks hold equal stretches of them.
         stretch = bucket.grad_data.numel() // self._part.data_parallel_group.size()
         begin, end, _ = buffer.param_index_map[parameter]
-        begin, end = begin - bucket.offset, end - bucket.offset
-        ranks = range(begin // stretch, (end - 1) // stretch + 1)
-        # Where the parameter begins, the borders of ranks within it, and where it ends.
-        bounds = [begin, *(stretch * rank for rank in ranks[1:]), end]
-        spans = [(a - begin, b - begin) for a, b in itertools.pairwise(bounds)]
-        return dict(zip(ranks, spans, strict=True))
+        return spans_of_ranks(begin - bucket.offset, end - bucket.offset, stretch)
 
     def ranges(self) -> Iterator[tuple[torch.nn.Parameter, dict[int, tuple[int, int]]]]:
         """Yield every parameter of this stage, in one order on all ranks, and who holds it."""

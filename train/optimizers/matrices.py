@@ -167,14 +167,12 @@ class _Exchange:
             received = sent.new_empty(sum(self._received))
             dist.all_to_all_single(received, sent, self._received, self._sent, group=self._group)
 
+        # The ranks that hold a matrix are in the order of its elements.
+        by_matrix: list[list[Tensor]] = [[] for _ in self._computed]
         views = received.split([count for _, count in self._pieces])
-        for index, matrix in enumerate(self._computed):
-            # The ranks that hold a matrix are in the order of its elements.
-            parts = [
-                view
-                for view, (number, _) in zip(views, self._pieces, strict=True)
-                if number == index
-            ]
+        for (index, _), view in zip(self._pieces, views, strict=True):
+            by_matrix[index].append(view)
+        for matrix, parts in zip(self._computed, by_matrix, strict=True):
             direction = matrix.direction(torch.cat(parts))
             for part, values in zip(parts, direction.split(list(map(len, parts))), strict=True):
                 part.copy_(values)
