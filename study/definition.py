@@ -71,6 +71,13 @@ class Study(Showable):
     labels: dict[str, str] = Field(
         default={}, description="of runs, by name, in place of their values on the axes"
     )
+    captions: dict[str, str] = Field(
+        default={},
+        description=(
+            "how the caption of a figure begins, by the figure's name, such as 'Figure 3a of"
+            " arXiv:2510.06213'"
+        ),
+    )
     quantization: QuantizationSettings
     curvature: CurvatureSettings | None = Field(default=None, description="None: not measured")
     step: PredictionSettings = Field(

@@ -114,7 +114,7 @@ def draw_all(canvas: Canvas) -> tuple[list[DrawnFigure], list[str]]:
             continue
         png = write_figure(drawing, folder / figure.name)
         chart = None if isinstance(drawing.chart, Picture) else drawing.chart
-        caption = _caption(figure, chart)
+        caption = _caption(figure, chart, canvas.study.captions.get(figure.name, ""))
         shown.append(DrawnFigure(figure.name, caption, png, chart, figure.headline))
     return shown, empty
 
@@ -129,10 +129,11 @@ def write_figure(drawing: Drawn, path: Path) -> bytes:
     return pictures["png"]
 
 
-def _caption(figure: Figure, chart: Chart | None) -> str:
-    """Return the caption with what bands are, where there are some."""
+def _caption(figure: Figure, chart: Chart | None, beginning: str) -> str:
+    """Return the caption after its beginning, with what bands are, where there are some."""
     has_bands = chart is not None and ENDS[0] in json.dumps(chart)
-    return f"{figure.caption} {BANDS}" if has_bands else figure.caption
+    caption = f"{beginning}. {figure.caption}" if beginning else figure.caption
+    return f"{caption} {BANDS}" if has_bands else caption
 
 
 def _in_order(lines: re.Match[bytes]) -> bytes:
