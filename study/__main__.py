@@ -60,29 +60,43 @@ def show(
     gpu: Annotated[
         str | None, typer.Option(help=f"their kind: {', '.join(GPUS)}", show_default=DEFAULT_GPU)
     ] = None,
+    commands: Annotated[
+        bool, typer.Option("--commands", help="with every command, settings in full, and sources")
+    ] = False,
 ) -> None:
-    """Show what a recipe trains and measures, its sources, and every command it consists of.
+    """Show what a recipe trains and measures, and what it takes, on one screen.
+
+    Without --gpus it is GPU-hours on as few GPUs as each run is laid out for; of a study that is
+    sized for the CPU, core-hours.
 
     Example: python -m study show olmo2-190m-lr --gpus 8 --gpu h100
     """
-    if gpu is not None and gpus is None:
-        raise UserError(f"--gpu {gpu} says which GPUs; say with --gpus how many")
     study = study_of(name, root, profile, settings, text, tokenizer, key)
 
-    from study.machine.estimate import disk_line, estimate_lines
-    from study.machine.hardware import Hardware, planned
+    from base.aligned import wrapped
+    from study.machine.estimate import core_lines, disk_line, estimate_lines, price_lines
+    from study.machine.hardware import Hardware, kind_named, planned
     from study.machine.needs import Needs
-    from study.recipes.shown import summary
+    from study.machine.prices import Prices
+    from study.recipes.shown import source_lines, summary
     from study.step import shown
     from study.steps import steps_of
 
-    hardware = Hardware(1) if gpus is None else planned(gpus, gpu or DEFAULT_GPU, gpus)
-    needs = Needs(study, hardware, root / study.name)
-    estimates = list(estimate_lines(needs)) if gpus else []  # refused before anything is shown
-    commands = [
-        f"{step.name}: {shown(step.command, needs.machine(step))}" for step in steps_of(study)
-    ]
-    typer.echo("\n".join((*summary(study), *estimates, disk_line(needs), *commands)))
+    kind = kind_named(gpu or DEFAULT_GPU)
+    hardware = Hardware(1) if gpus is None else planned(gpus, kind, gpus)
+    needs, steps = Needs(study, hardware, root / study.name), steps_of(study)
+    on_cpu = study.sized_for == "cpu" and gpus is None and gpu is None
+    costs = core_lines(steps) if on_cpu else price_lines(Prices(needs, steps, kind))
+    layouts = list(estimate_lines(needs)) if gpus else []  # refused before anything is shown
+
+    lines = [*summary(study, whole=commands), "", *costs]
+    lines += [line for text in (*layouts, disk_line(needs)) for line in wrapped(text)]
+    if commands:
+        lines += source_lines(study)
+        lines += [f"{step.name}: {shown(step.command, needs.machine(step))}" for step in steps]
+    else:
+        lines.append(f"--commands adds all {len(steps)} commands, settings in full, and sources")
+    typer.echo("\n".join(lines))
 
 
 @app.command(cls=TextCommand)

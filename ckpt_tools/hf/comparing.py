@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from base.aligned import aligned
 from base.files import write_json
 from base.statistics import INTERVAL_LEVEL, Pairing
 from ckpt_tools.hf.results import Result, labels
@@ -49,10 +50,7 @@ def report(
         rows.append(_row(comparison, names, pair_errors))
 
     typer.echo(f"{settings['figure']}, {settings['unit']}")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells).rstrip())
+    typer.echo("\n".join(aligned(rows)))
     typer.echo(
         f"{note} Intervals are not corrected for the number of pairs; verdicts are, at"
         f" {1 - INTERVAL_LEVEL:.2g} (Holm)."

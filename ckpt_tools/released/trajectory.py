@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from base.aligned import aligned
 from base.errors import UserError, explain_validation
 from base.names import take_one_of
 from ckpt_tools.hf.directory import LINEAGE_JSON, read_download, read_lineage
@@ -214,10 +215,7 @@ def show(revisions: list[Revision]) -> None:
         )
         for revision in revisions
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
+    print("\n".join(aligned(rows)))
     for source in sources_of(revisions):
         print(source)
 

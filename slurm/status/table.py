@@ -11,6 +11,7 @@ from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
+from base.aligned import aligned
 from base.errors import UserError, printable
 from slurm.cluster import elements_text
 from slurm.status.overview import MARKS, ElementStatus, Hours, Overview, Situation, last_error, look
@@ -39,8 +40,8 @@ def lines_of(overview: Overview) -> list[str]:
     lines += [_hours(overview.hours)]
     lines += [f"excluded {node}: {reason}" for node, reason in overview.excluded.items()]
     if overview.trainings:
-        lines += ["", *_columns([TRAINING, *training_rows(overview)])]
-    lines += ["", *_columns([MEASURING, *measuring_rows(overview)]), ""]
+        lines += ["", *aligned([TRAINING, *training_rows(overview)])]
+    lines += ["", *aligned([MEASURING, *measuring_rows(overview)]), ""]
     legend = ", ".join(f"{mark} {word}" for word, mark in MARKS.items() if counts[word])
     lines += [f"checkpoints: {legend}", *_stragglers(overview)]
     lines += [*_restarted(overview), *_failures(overview)]
@@ -58,15 +59,6 @@ def _hours(hours: Hours) -> str:
     if hours.next_start:
         words.append(f"next start expected {hours.next_start}")
     return "; ".join(words)
-
-
-def _columns(rows: list[Row]) -> list[str]:
-    """Return rows as lines with columns of fixed width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def training_rows(overview: Overview) -> list[Row]:

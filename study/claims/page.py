@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from base.aligned import WIDTH, aligned
 from base.statistics import INTERVAL_LEVEL, holm
 from study.claims.verdict import ALPHA, Claim, Evidence, Verdict, in_words
 from study.content import contents, loaded
@@ -23,7 +24,6 @@ NOTE = (
     " trainings only, so a claim holds or fails in these runs, and is neither supported nor"
     " contradicted. The claims are in our words."
 )
-WIDTH = 110
 EFFECT = f"effect [{INTERVAL_LEVEL:.0%} interval], nats"
 HEAD = ("claim", "verdict", EFFECT, "Holm p", "runs")
 Judgements = list[tuple[Claim, list[Verdict]]]
@@ -115,8 +115,7 @@ def claims_text(study_: Study, judged: Judgements) -> str:
     tested = [line for line in lines if line.outcome != "not tested"]
     untested = [line.claim.name for line in lines if line.outcome == "not tested"]
     cells = [HEAD, *(line.cells for line in tested)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD))]
-    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    table = aligned(cells)
     if untested:
         table += textwrap.wrap(f"Not tested, for lack of data: {', '.join(untested)}", WIDTH)
     against = [

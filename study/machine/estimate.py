@@ -4,16 +4,20 @@ Apart from `study.recipes.shown`, since what plans memory imports torch, which `
 for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from base.aligned import aligned, wrapped
+from base.grouping import grouped
 from study.machine.disk import GB, gigabytes, needed_bytes, restart_bytes
 from study.machine.needs import HESSIAN, Needs, TrainingLayout
+from study.machine.prices import HOUR, Prices
+from study.step import Step
 from study.steps import steps_of
 from train.planning.communication import communication_words
 from train.planning.flops import GPUS_PER_NODE
 from train.planning.memory import rank_memory
 from train.planning.plan import in_words
-from train.planning.speed import GpuHours, gpu_hours
+from train.planning.speed import GpuHours
 
 
 def estimate_lines(needs: Needs) -> Iterator[str]:
@@ -23,16 +27,16 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
         UserError: a run fits no layout there.
     """
     study, hardware = needs.study, needs.hardware
-    yield f"  on {hardware} (estimates, not measured):"
+    yield f"on {hardware}:"
     layouts: dict[tuple[str, str | None], list[str]] = {}
     for name, training in needs.trainings.items():
         communication = communication_words(training.run, training.ranks)
         layouts.setdefault((_in_words(training), communication), []).append(name)
     for (layout, communication), names in layouts.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield f"    training of {names[0]}{more}: {layout}"
+        yield f"  training of {names[0]}{more}: {layout}"
         if communication:
-            yield f"      communication: {communication}"
+            yield f"    communication: {communication}"
     for kind in sorted(HESSIAN):
         step = next((step for step in steps_of(study) if step.kind == kind), None)
         if step:
@@ -40,16 +44,49 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
             size = f"{memory / GB:.1f} GB of each" if memory else "size known once it is there"
             verdict = ": DOES NOT FIT" if memory and memory > hardware.gpu_bytes else ""
             words = f"{_gpus(needs.gpus(step))}, sharding {needs.sharding(step)}"
-            yield f"    {kind}: {words}; {size}{verdict}"
-    hours = gpu_hours(
-        needs.trainings.values(),
-        gpus_per_node=min(len(hardware.gpus), GPUS_PER_NODE),
-        gpu=hardware.gpu,
-    )
-    if_none_idles = GpuHours(*(each / len(hardware.gpus) for each in hours))
-    yield f"    training: {if_none_idles} hours if no GPU idles, {hours} GPU-hours"
+            yield f"  {kind}: {words}; {size}{verdict}"
     if len(hardware.gpus) > GPUS_PER_NODE:
-        yield "    several nodes: start it with python -m slurm; these commands are for one"
+        yield "  several nodes: start it with python -m slurm; the commands are for one"
+
+
+def price_lines(prices: Prices) -> Iterator[str]:
+    """Yield a table of the steps by kind with their GPU-hours, the total and the longest chain."""
+    rows = [("steps", "", "GPUs each", f"{prices.gpu.upper()}-hours")]
+    by_kind = list(prices.by_kind())
+    for price in by_kind:
+        if price.gpus[1]:
+            gpus = "-".join(map(str, dict.fromkeys(price.gpus)))
+            hours = "known once the model is there" if price.hours is None else str(price.hours)
+            rows.append((price.kind, str(price.steps), gpus, hours))
+    known = [price.hours for price in by_kind if price.hours]
+    total = GpuHours(*map(sum, zip(*known, strict=True))) if known else GpuHours(0, 0, 0)
+    rows.append(("in all", "", "", str(total)))
+    yield from aligned(rows, right={1, 2})
+
+    without = [f"{price.steps} {price.kind}" for price in by_kind if not price.gpus[1]]
+    if without:
+        yield from wrapped(f"without GPUs: {', '.join(without)}")
+    yield "estimates: training by its roofline; measuring within a factor of two"
+    gpus = len(prices.needs.hardware.gpus)
+    if gpus:
+        hours, chain = prices.longest_chain()
+        names = " -> ".join(step.name for step in chain if prices.gpus(step))
+        if_none_idles = GpuHours(*(each / gpus for each in total))
+        yield f"if no GPU idles: {if_none_idles} hours"
+        yield from wrapped(f"longest chain: {hours:,.3g} hours: {names}")
+
+
+def core_lines(steps: Sequence[Step]) -> Iterator[str]:
+    """Yield a table of the steps by kind with the core-hours that such steps are expected to take.
+
+    They are guesses for small models, which a study corrects as it runs.
+    """
+    rows, total = [("steps", "", "core-hours")], 0.0
+    for kind, alike in grouped(steps, lambda step: step.kind).items():
+        hours = sum(step.expected_seconds * step.slots for step in alike) / HOUR
+        rows.append((kind, str(len(alike)), f"{hours:.2g}"))
+        total += hours
+    yield from aligned([*rows, ("in all", str(len(steps)), f"{total:.2g}")], right={1, 2})
 
 
 def disk_line(needs: Needs) -> str:
@@ -59,7 +96,7 @@ def disk_line(needs: Needs) -> str:
     restarts = restart_bytes(needs.study, at_once)
     more = f", and {gigabytes(restarts)} GB of restart checkpoints with {at_once} in training"
     return (
-        f"  disk: {gigabytes(sum(needed.values()))} GB ({disk or 'nothing'}) at the end"
+        f"disk: {gigabytes(sum(needed.values()))} GB ({disk or 'nothing'}) at the end"
         f"{more if restarts else ''}; text is not counted"
     )
 

@@ -60,10 +60,16 @@ class Hardware:
         return f"{len(self.gpus)} x {self.kind} of {self.gpu_bytes / 1e9:.0f} GB"
 
 
-def planned(gpus: int, kind: str, cores: int) -> Hardware:
-    """Return GPUs of a kind that need not be here; UserError for an unknown kind."""
+def kind_named(kind: str) -> str:
+    """Return a kind of GPU; UserError for an unknown one."""
     if kind not in GPUS:
         raise UserError(f"--gpu {kind} is unknown; {take_one_of(kind, GPUS)}")
+    return kind
+
+
+def planned(gpus: int, kind: str, cores: int) -> Hardware:
+    """Return GPUs of a kind that need not be here; UserError for an unknown kind."""
+    kind = kind_named(kind)
     return Hardware(cores, tuple(map(str, range(gpus))), kind, GPUS[kind].memory_bytes)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache, cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from base.errors import UserError
 from base.files import write_json
@@ -25,6 +25,11 @@ from train.planning.flops import GPUS, GPUS_PER_NODE
 from train.planning.plan import fit, in_its_split, ranks_for
 from train.run.config import RunConfig, dump_run, load_run
 from train.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from curvature.cost.plan import Cost
 
 ON_GPU = frozenset({"train", *(kind.name for kind, _ in KINDS)})
 HESSIAN = frozenset(kind.name for kind, _ in KINDS if kind.shares_model)
@@ -132,12 +137,12 @@ class Needs:
 
     def _hessian_bytes(self, step: Step, gpus: int) -> float | None:
         along = step.kind == "step"
-        config, settings = self._config(step), self.study.step if along else self.study.curvature
+        config, settings = self.config(step), self.study.step if along else self.study.curvature
         if config is None or settings is None:
             return None
         return hessian_bytes(config, settings, gpus, along=along)
 
-    def _config(self, step: Step) -> str | None:
+    def config(self, step: Step) -> str | None:
         """Return config.json of the model that a step measures; None where it is not there yet."""
         if step.run not in self._configs:
             run = next(run for run in self.study.runs if run.name == step.run)
@@ -175,23 +180,37 @@ def no_layout(run: RunConfig, study: Study, where: str) -> str:
 
 
 @cache
+def model_config(config: str) -> "PretrainedConfig":
+    """Return the configuration in a config.json."""
+    from transformers import AutoConfig  # takes seconds, which a study on the CPU need not spend
+
+    content = json.loads(config)
+    model: PretrainedConfig = AutoConfig.for_model(content.pop("model_type"), **content)
+    return model
+
+
+@cache
+def hessian_cost(
+    config: str, settings: HessianSettings, gpus: int, gpu: str = "h100", *, along: bool
+) -> "Cost":
+    """Return the estimate of `python -m curvature hutchinson --dry-run`.
+
+    From two GPUs on they share the model. `along` a quantization step no eigenvector is needed.
+    """
+    from curvature.cost.plan import GpuPlan, estimate
+
+    values = settings.model_dump(include=set(HutchinsonSettings.model_fields))
+    values["sharding"] = "none" if gpus == 1 else "fsdp"
+    values |= {"lambda_max": False} if along else {}
+    return estimate(model_config(config), HutchinsonSettings(**values), GpuPlan(gpus, gpu))
+
+
 def hessian_bytes(config: str, settings: HessianSettings, gpus: int, *, along: bool) -> float:
     """Return the memory of each GPU of a measurement with Hessian products.
 
-    It is the estimate of `python -m curvature hutchinson --dry-run`. From two GPUs on they share
-    the model. `along` a quantization step no eigenvector is needed, but copies of the weights.
+    `along` a quantization step there are copies of the weights, see STEP_BYTES.
     """
-    from transformers import AutoConfig  # takes seconds, which a study on the CPU need not spend
-
-    from curvature.cost.plan import GpuPlan, estimate
-
-    content = json.loads(config)
-    values = settings.model_dump(include=set(HutchinsonSettings.model_fields))
-    values["sharding"] = "none" if gpus == 1 else "fsdp"
-    # Along a step no eigenvector is kept, but copies of the weights are, see STEP_BYTES.
-    values |= {"lambda_max": False} if along else {}
-    model = AutoConfig.for_model(content.pop("model_type"), **content)
-    cost = estimate(model, HutchinsonSettings(**values), GpuPlan(gpus))
+    cost = hessian_cost(config, settings, gpus, along=along)
     copies = STEP_BYTES * cost.parameters / gpus if along else 0.0
     return sum(cost.memory.values()) + copies
 

@@ -3,20 +3,27 @@
 The cost is hours of one GPU by the roofline, expected and their range.
 """
 
-from collections.abc import Iterator
+import string
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain, count, islice, product
 
+from base.aligned import aligned, wrapped
 from base.frozen import in_words
 from study.axes import amount_name
-from study.definition import Study
+from study.definition import AnySettings, Study
+from study.measurements.quantization import QuantizationSettings
 from study.recipes.parts import PROFILES
 from study.recipes.resolve import named_recipe, recipe_names, resolve
 from study.released import ReleasedRun
+from study.text_kinds import PreparedText, Text
 from train.planning import speed
 from train.planning.flops import GPUS, GPUS_PER_NODE
 from train.planning.speed import GpuHours
 from train.run.config import RunConfig
 from train.run.schedules import first_step
 
+RUNS_SHOWN, METHODS_SHOWN = 18, 6  # on one screen
+NUMBERS = {"to step", "tokens", "checkpoints", "revisions"}  # columns of them
 SHORTEST_HOURS = 0.1  # of training; less is trained on a CPU
 
 
@@ -52,37 +59,120 @@ def recipe_lines() -> Iterator[str]:
         yield f"{head}: {study.description} [{cost}]"
 
 
-def summary(study: Study) -> Iterator[str]:
-    """Yield what a study trains and measures, and where its figures come from."""
+def summary(study: Study, *, whole: bool = False) -> Iterator[str]:
+    """Yield what a study trains and measures; `whole` with all runs, specs and files of text."""
     yield f"{study.name}: {study.description}"
-    for run in study.runs:
-        yield f"  {run.name}: {_released(run) if isinstance(run, ReleasedRun) else _trained(run)}"
-    yield f"  text: {study.text.kind}; {in_words(study.text, defaults=False)}"
+    yield ""
+    yield from _run_table(study, None if whole else RUNS_SHOWN)
+    yield ""
+    yield from _wrapped("text", _text_words(study.text, whole))
     for part, settings in study.measured_by.items():
-        yield f"  {part}: {in_words(settings, defaults=False)}"
+        words = in_words(settings if whole else _brief(settings), defaults=False)
+        yield from _wrapped(part, words or "by default settings")
     averages = dict.fromkeys(average.name for run in study.trained for average in run.averages)
     if averages and study.averaged_steps:
         steps = ", ".join(map(str, study.averaged_steps))
-        yield f"  averages quantized: {', '.join(averages)} at {steps}"
+        yield from _wrapped("averages", f"{', '.join(averages)} at {steps}, quantized")
     for soup in study.soups:
         steps = ", ".join(map(str, soup.steps))
-        yield f"  {soup.name}: the mean of the checkpoints at {steps}, quantized"
-    for source in study.sources:
-        yield f"  source: {source}"
+        yield from _wrapped(soup.name, f"the mean of the checkpoints at {steps}, quantized")
 
 
-def _trained(run: RunConfig) -> str:
+def _text_words(text: Text, whole: bool) -> str:
+    """Return a text in words, of files of the hub their datasets alone unless it is the `whole`."""
+    if whole or not isinstance(text, PreparedText):
+        return f"{text.kind}; {in_words(text, defaults=False)}"
+    files = {"train": text.train, "held-out": text.held_out, "calibration": text.calibration}
+    words = [f"{use} {file.dataset or file.name}" for use, file in files.items() if file]
+    return "; ".join((f"prepared with the tokenizer of {text.tokenizer}", *words))
+
+
+def _brief(settings: AnySettings) -> AnySettings:
+    """Return settings with the first specs alone where they are many."""
+    if not isinstance(settings, QuantizationSettings) or len(settings.methods) <= METHODS_SHOWN:
+        return settings
+    more = f"and {len(settings.methods) - METHODS_SHOWN} more"
+    # Unchecked: the last of them is no spec.
+    return settings.model_copy(update={"methods": (*settings.methods[:METHODS_SHOWN], more)})
+
+
+def source_lines(study: Study) -> Iterator[str]:
+    """Yield where a study's figures come from."""
+    yield from _wrapped("sources", "; ".join(study.sources))
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    """Return a paragraph that begins with its name."""
+    return wrapped(f"{name}: {text}")
+
+
+def _run_table(study: Study, runs_shown: int | None) -> Iterator[str]:
+    """Yield a line per run, and then what the lines stand for."""
+    trained = {run.name: _schedule(run) for run in study.trained}
+    letters = dict(zip(dict.fromkeys(trained.values()), letters_of(trained), strict=False))
+    rows = [
+        _released(run) if isinstance(run, ReleasedRun) else _trained(run, letters)
+        for run in study.runs
+    ]
+    # What all runs share is said once, below the table.
+    columns = list(dict.fromkeys(chain.from_iterable(rows)))
+    cells = {column: [row.get(column, "") for row in rows] for column in columns}
+    shared = {
+        column: values[0]
+        for column, values in cells.items()
+        if len(rows) > 1 and len(set(values)) == 1
+    }
+    varying = [column for column in columns if column not in shared]
+
+    shown = rows[:runs_shown]
+    body = [[row.get(column, "") for column in varying] for row in shown]
+    right = {index for index, column in enumerate(varying) if column in NUMBERS}
+    yield from aligned([varying, *body], right)
+    if len(shown) < len(rows):
+        yield f"and {len(rows) - len(shown)} more; --commands lists all"
+    said = [f"{column} {value}" for column, value in shared.items() if value]
+    if said:
+        yield from _wrapped("all runs", ", ".join(said))
+    for words, letter in letters.items():
+        yield from _wrapped(f"schedule {letter}", words)
+
+
+def letters_of(items: Collection[object]) -> Iterator[str]:
+    """Yield a, b, ..., z, aa, ab, ... for so many items."""
+    alphabet = string.ascii_lowercase
+    names = chain.from_iterable(product(alphabet, repeat=length) for length in count(1))
+    return ("".join(name) for name in islice(names, len(items)))
+
+
+def _schedule(run: RunConfig) -> str:
+    return run.schedule.describe(run.warmup_steps)
+
+
+def _trained(run: RunConfig, letters: Mapping[str, str]) -> dict[str, str]:
+    """Return the cells of a run by column."""
     branch = run.branch_from
-    origin = f"from step {branch.step} of {branch.run.removeprefix('../')} " if branch else ""
-    schedule = run.schedule.describe(run.warmup_steps)
-    return (
-        f"peak {run.optimizer.peak_lr:g}{run.found_at}; {schedule}; {origin}to step"
-        f" {run.total_steps},"
-        f" {run.tokens_per_step:,} tokens each; {run.engine}; checkpoints at"
-        f" {', '.join(map(str, run.save_steps))}"
-    )
+    return {
+        "run": run.name,
+        "peak": f"{run.optimizer.peak_lr:g}{run.found_at}",
+        "schedule": letters[_schedule(run)],
+        "from": f"{branch.run.removeprefix('../')} at {branch.step:,}" if branch else "",
+        "to step": f"{run.total_steps:,}",
+        "tokens": amount_name(_tokens(run)).upper(),
+        "checkpoints": str(len(run.save_steps)),
+        "tokens a step": f"{run.tokens_per_step:,}",
+        "engine": run.engine,
+    }
 
 
-def _released(run: ReleasedRun) -> str:
-    first, last = run.revisions[0].name, run.revisions[-1].name
-    return f"{len(run.revisions)} revisions of {run.source}, {first} to {last}; {run.course}"
+def _released(run: ReleasedRun) -> dict[str, str]:
+    first, last = run.revisions[0], run.revisions[-1]
+    tokens = "" if last.tokens is None else amount_name(last.tokens).upper()
+    return {
+        "stage": run.name,
+        "revisions": str(len(run.revisions)),
+        "first": first.name,
+        "last": last.name,
+        "tokens": tokens,
+        "after": run.parent or "",
+        "of": run.source,
+    }

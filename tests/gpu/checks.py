@@ -84,7 +84,7 @@ ON_ONE = (
     Check("GPTQ, CPU and GPU", gptq.cpu_and_gpu, 15),
     Check("GPTQ, CUDA graph", gptq.graph_and_plain, 10),
     Check("GPTQ, bf16 Hessian", gptq.bf16_hessian, 8),
-    Check("GPTQ, block", gptq.block_seconds, 25),
+    Check("GPTQ, block", gptq.seconds_of_block, 25),
     Check("Hessian, CPU and GPU", hessian.cpu_and_gpu, 20),
     Check("Hessian, vectors on the host", hessian.vectors_on_the_host, 12),
     Check("Hessian, seconds", hessian.seconds, 30),

@@ -8,11 +8,13 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from base.hessian import InputHessian
 from base.ranks import Ranks
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
+from quant_eval.cost import Shape, block_seconds
 from quant_eval.group import Rounded
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses
 from quant_eval.measuring.walk import Variant, walk
@@ -24,13 +26,9 @@ from quant_eval.transforms.steps import Transform
 from tests.gpu.figures import CheckedFigure
 from tests.gpu.workbench import Workbench, hf_model, random_tokens
 from tests.quant_eval.specs import gptq_spec
-from train.model.config import ModelConfig
+from train.planning.flops import GPUS
 
 SPEC = "gptq-b4-g32"
-# an H100's or H200's tensor cores, of which large products reach about two thirds
-FP64_FLOPS = 0.67 * 67e12
-FP32_FLOPS = 0.75 * 67e12
-COLUMN_SECONDS = 16e-6  # of a column's six kernels within a CUDA graph
 
 
 def walked(
@@ -127,7 +125,7 @@ def cpu_and_gpu(workbench: Workbench) -> list[CheckedFigure]:
     ]
 
 
-def block_seconds(workbench: Workbench) -> list[CheckedFigure]:
+def seconds_of_block(workbench: Workbench) -> list[CheckedFigure]:
     """Seconds of a block of the 1B shape, second run of two: the first loads kernels."""
     model = workbench.sizes.block
     sequences, length = workbench.sizes.calibration
@@ -139,7 +137,8 @@ def block_seconds(workbench: Workbench) -> list[CheckedFigure]:
     began_at = time.perf_counter()
     walked(directory, calibration_NL, data, workbench.torch_device)
     each = (time.perf_counter() - began_at) / model.num_hidden_layers
-    expected = roofline_seconds(model, sequences * length)
+    config = AutoConfig.from_pretrained(directory)
+    expected = block_seconds(Shape.of(config), sequences * length, GPUS["h100"], "fp32")
     note = (
         f"roofline {expected:.2g} s: Hessians in fp64 at 45 TFLOP/s, forward passes in fp32 at 50,"
         " 16 us a column; without host copies; the embedding and the evaluation are"
@@ -148,15 +147,3 @@ def block_seconds(workbench: Workbench) -> list[CheckedFigure]:
     most = 4 * expected if workbench.device == "cuda" else None
     name = f"GPTQ, block of width {model.hidden_size}, {sequences} x {length} tokens"
     return [CheckedFigure(name, each, "s", most=most, note=note)]
-
-
-def roofline_seconds(model: ModelConfig, tokens: int) -> float:
-    """Least time of one block, reading and copying aside."""
-    hidden, wide = model.hidden_size, model.intermediate_size
-    inputs = (hidden, hidden, hidden, wide)  # of q, k and v; of o; of gate and up; of down
-    hessians = sum(9 / 16 * 2 * tokens * width**2 for width in inputs)
-    # Cholesky a third, the inverse a third, errors of the rows the rest
-    factors = sum(width**3 for width in inputs)
-    attention, mlp = 4 * hidden**2, 3 * hidden * wide
-    forward = 2 * tokens * (attention + mlp)
-    return (hessians + factors) / FP64_FLOPS + forward / FP32_FLOPS + sum(inputs) * COLUMN_SECONDS
