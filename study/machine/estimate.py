@@ -4,13 +4,13 @@ Apart from `study.recipes.shown`, since what plans memory imports torch, which `
 for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from base.aligned import aligned, wrapped
 from base.grouping import grouped
 from study.machine.disk import GB, gigabytes, needed_bytes, restart_bytes
 from study.machine.needs import HESSIAN, Needs, TrainingLayout
-from study.machine.prices import HOUR, Prices
+from study.machine.prices import HOUR, Price, Prices
 from study.step import Step
 from study.steps import steps_of
 from train.planning.communication import communication_words
@@ -51,29 +51,37 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
 
 def price_lines(prices: Prices) -> Iterator[str]:
     """Yield a table of the steps by kind with their GPU-hours, the total and the longest chain."""
-    rows = [("steps", "", "GPUs each", f"{prices.gpu.upper()}-hours")]
     by_kind = list(prices.by_kind())
-    for price in by_kind:
-        if price.gpus[1]:
-            gpus = "-".join(map(str, dict.fromkeys(price.gpus)))
-            hours = "known once the model is there" if price.hours is None else str(price.hours)
-            rows.append((price.kind, str(price.steps), gpus, hours))
     known = [price.hours for price in by_kind if price.hours]
     total = GpuHours(*map(sum, zip(*known, strict=True))) if known else GpuHours(0, 0, 0)
-    rows.append(("in all", "", "", str(total)))
-    yield from aligned(rows, right={1, 2})
 
-    without = [f"{price.steps} {price.kind}" for price in by_kind if not price.gpus[1]]
-    if without:
-        yield from wrapped(f"without GPUs: {', '.join(without)}")
+    rows = [("steps", "", "GPUs each", f"{prices.gpu.upper()}-hours")]
+    for price in by_kind:
+        if price.gpus[1]:
+            hours = "known once the model is there" if price.hours is None else str(price.hours)
+            gpus = "-".join(map(str, dict.fromkeys(price.gpus)))
+            rows.append((price.kind, str(price.steps), gpus, hours))
+    is_whole = len(known) == len(by_kind)
+    rows.append(("in all" if is_whole else "in all, of those known", "", "", str(total)))
+    yield from aligned(rows, right={1, 2})
+    yield from wrapped(_without_gpus(by_kind))
     yield "estimates: training by its roofline; measuring within a factor of two"
-    gpus = len(prices.needs.hardware.gpus)
-    if gpus:
-        hours, chain = prices.longest_chain()
-        names = " -> ".join(step.name for step in chain if prices.gpus(step))
-        if_none_idles = GpuHours(*(each / gpus for each in total))
-        yield f"if no GPU idles: {if_none_idles} hours"
-        yield from wrapped(f"longest chain: {hours:,.3g} hours: {names}")
+    if prices.needs.hardware.gpus:
+        yield from _wall_clock(prices, total)
+
+
+def _without_gpus(by_kind: Iterable[Price]) -> str:
+    counts = [f"{price.steps} {price.kind}" for price in by_kind if not price.gpus[1]]
+    return f"without GPUs: {', '.join(counts)}"
+
+
+def _wall_clock(prices: Prices, total: GpuHours) -> Iterator[str]:
+    """Yield the least time of all GPUs together, and that of steps that wait for each other."""
+    count = len(prices.needs.hardware.gpus)
+    yield f"if no GPU idles: {GpuHours(*(each / count for each in total))} hours"
+    hours, chain = prices.longest_chain()
+    names = " -> ".join(step.name for step in chain if prices.gpus(step))
+    yield from wrapped(f"longest chain: {hours:,.3g} hours: {names}")
 
 
 def core_lines(steps: Sequence[Step]) -> Iterator[str]:
@@ -83,10 +91,10 @@ def core_lines(steps: Sequence[Step]) -> Iterator[str]:
     """
     rows, total = [("steps", "", "core-hours")], 0.0
     for kind, alike in grouped(steps, lambda step: step.kind).items():
-        hours = sum(step.expected_seconds * step.slots for step in alike) / HOUR
-        rows.append((kind, str(len(alike)), f"{hours:.2g}"))
-        total += hours
-    yield from aligned([*rows, ("in all", str(len(steps)), f"{total:.2g}")], right={1, 2})
+        taken = sum(step.expected_seconds * step.slots for step in alike) / HOUR
+        rows.append((kind, f"{len(alike)}", f"{taken:.2g}"))
+        total += taken
+    yield from aligned([*rows, ("in all", f"{len(steps)}", f"{total:.2g}")], right={1, 2})
 
 
 def disk_line(needs: Needs) -> str:

@@ -35,7 +35,7 @@ TASK_TOKENS, TASKS_IN_ALL, TASK_ITEMS, SHOTS = 66e6, 12, 37_000, 5
 
 
 class Price(NamedTuple):
-    """What the steps of one kind take.
+    """The cost of all steps of one kind.
 
     Attributes:
         steps: how many there are.
@@ -50,7 +50,7 @@ class Price(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class PricedModel:
     """A model as a study measures it on GPUs of a kind; times are seconds of one of them."""
 
     study: Study
@@ -136,14 +136,14 @@ def _spec(step: Step) -> str:
     return step.specs[-1]
 
 
-PRICES: Mapping[str, Callable[[Measured, Step], float]] = {  # of every kind of measurement
+PRICES: Mapping[str, Callable[[PricedModel, Step], float]] = {  # of every kind of measurement
     "quantize": lambda measured, step: measured.losses(_spec(step)),
     "methods": lambda measured, step: measured.losses(_spec(step)),
-    "blocks": Measured.blocks,
-    "tasks": Measured.tasks,
-    "curvature": Measured.curvature,
-    "step": Measured.step,
-    "slice": Measured.slice,
+    "blocks": PricedModel.blocks,
+    "tasks": PricedModel.tasks,
+    "curvature": PricedModel.curvature,
+    "step": PricedModel.step,
+    "slice": PricedModel.slice,
 }
 
 
@@ -152,7 +152,7 @@ class Prices:
 
     def __init__(self, needs: Needs, steps: Iterable[Step], gpu: str) -> None:
         self.needs, self.steps, self.gpu = needs, list(steps), gpu
-        self._measured = lru_cache(None)(lambda config: Measured(needs.study, config, gpu))
+        self._measured = lru_cache(None)(lambda config: PricedModel(needs.study, config, gpu))
 
     @cached_property
     def trainings(self) -> Mapping[str, tuple[RunConfig, int]]:

@@ -291,7 +291,8 @@ def test_the_text_is_part_of_the_name_by_which_a_study_is_found(tmp_path, files)
     text = ("--text", *map(str, files))
     shown = printed("show", "tiny", "--profile", "smoke", *text, "--root", tmp_path)
     name = shown.partition(":")[0]
-    assert f"text: own; sources {files[0]}, {files[1]}; key text; sha256 " in shown
+    words = " ".join(shown.split())
+    assert f"text: own; sources {files[0]}, {files[1]}; key text; sha256 " in words
     assert f"{name}/study.json does not exist" in refused("status", name, "--root", tmp_path)
     save_study(tmp_path / name, resolve("tiny", "smoke", text=TextOptions(files), root=tmp_path))
     status = printed("status", name, "--root", tmp_path)

@@ -11,7 +11,7 @@ from base.errors import UserError
 from base.frozen import fingerprint
 from study.definition import load_study, save_study
 from study.recipes.resolve import recipe_names, resolve, whole_recipes
-from study.recipes.shown import recipe_lines, summary
+from study.recipes.shown import recipe_lines, source_lines, summary
 from study.steps import steps_of
 from study.text_kinds import PreparedText
 from tests.study.commands import printed
@@ -132,16 +132,19 @@ def test_the_list_says_what_training_takes():
     assert tiny.endswith("[10.5M tokens]")  # on a CPU
 
 
-def test_a_study_is_told_with_its_sources_and_branches():
+def test_a_study_is_told_with_its_branches_and_schedules():
     lines = list(summary(resolve("olmo2-7b-lr", "full")))
-    anneal = next(line for line in lines if line.startswith("  lr3e-4-anneal50b:"))
+    anneal = next(line for line in lines if line.startswith("lr3e-4-anneal50b "))
+    assert anneal.split() == [
+        *("lr3e-4-anneal50b", "0.0003", "b", "lr3e-4", "at", "72,000", "83,921", "50B", "8")
+    ]
+    text = " ".join(line.strip() for line in lines)
     assert (
-        "cosine to 10% of the peak at 5,000,000,000,000 tokens, linear anneal from step 72000 to zero;"
-        " from step 72000 of lr3e-4 to step 83921, 4,194,304 tokens each" in anneal
+        "schedule b: warm-up to step 2000, cosine to 10% of the peak at 5,000,000,000,000 tokens,"
+        " linear anneal from step 72000 to zero" in text
     )
-    assert any(
-        "arXiv 2501.00656, section 4.1" in line for line in lines if line.startswith("  source: ")
-    )
+    assert "all runs: tokens a step 4,194,304, engine megatron" in text
+    assert "arXiv 2501.00656, section 4.1" in "".join(source_lines(resolve("olmo2-7b-lr")))
 
 
 MINE = Path(__file__).parent / "mine.py"
@@ -161,7 +164,7 @@ def test_an_ablation_of_two_factors_takes_25_lines():
 
 
 def test_it_is_shown_and_changed_like_any_other():
-    shown = printed("show", MINE, "--profile", "smoke", "--set", "seed=7")
+    shown = printed("show", MINE, "--profile", "smoke", "--set", "seed=7", "--commands")
     assert shown.startswith("rate-and-decay-smoke-seed=7: ")
     assert "train-lr1e-2-wd0.1: " in shown
 

@@ -371,8 +371,8 @@ def test_activations_do_not_grow_under_other_optimizers(family, optimizer, axis)
 def test_a_study_says_at_which_size_its_peaks_were_found():
     settings = ("parametrization=completep", "base_width=64")
     study = resolve("olmo2-190m-lr", settings=settings)
-    (line,) = (line for line in summary(study) if line.startswith("  lr1e-3: "))
-    assert "peak 0.001 at width 64 and depth 4 (completep); warm-up" in line
+    (line,) = (line for line in summary(study) if line.startswith("lr1e-3 "))
+    assert "0.001 at width 64 and depth 4 (completep)  " in line
     assert study.name == "olmo2-190m-lr-parametrization=completep-base_width=64"
 
     plain = resolve("olmo2-190m-lr")

@@ -9,11 +9,12 @@ from pydantic import ValidationError
 from study.axes import Value
 from study.definition import Study
 from study.machine.disk import needed_bytes, restart_bytes
-from study.machine.estimate import estimate_lines
 from study.machine.hardware import planned
 from study.machine.needs import Needs
+from study.machine.prices import Prices
 from study.recipes.resolve import resolve
 from study.recipes.shown import gpu_hours, trained_tokens
+from study.steps import steps_of
 from train.planning.flops import GPUS
 from train.planning.memory import rank_memory
 from train.planning.plan import fit
@@ -209,8 +210,9 @@ def test_the_30m_is_an_hour_of_one_gpu():
     at_peak = trained_tokens(study) * flops / 989e12 / 3600
     hours = gpu_hours(study)
     assert at_peak < hours.least < hours.expected < hours.most < 0.5
-    shown = list(estimate_lines(Needs(study, planned(1, "h100", 1), Path("runs") / study.name)))
-    assert f"    training: {hours} hours if no GPU idles, {hours} GPU-hours" in shown
+    needs = Needs(study, planned(1, "h100", 1), Path("runs") / study.name)
+    priced = {price.kind: price for price in Prices(needs, steps_of(study), "h100").by_kind()}
+    assert (priced["train"].hours, priced["train"].gpus) == (hours, (1, 1))
     for gpus in (1, 2, 4, 8):
         assert all(rank_memory(run, gpus).bytes < 80e9 for run in study.trained)
 

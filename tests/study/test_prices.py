@@ -1,0 +1,93 @@
+"""Prices of studies: every kind has one, chains by brute force, one screen."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from quant_eval.cost import Shape, forward_seconds
+from study.definition import KINDS
+from study.machine.hardware import Hardware, planned
+from study.machine.needs import Needs, model_config
+from study.machine.prices import HOUR, PRICES, Prices
+from study.recipes.resolve import recipe_names, resolve
+from study.steps import steps_of
+from tests.study.commands import printed
+from train.planning.flops import GPUS
+
+SCREEN = 60  # lines
+
+
+def prices_of(name, profile="full", gpus=0):
+    chosen = resolve(name, profile)
+    hardware = planned(gpus, "h100", gpus) if gpus else Hardware(1)
+    return Prices(Needs(chosen, hardware, Path("runs") / chosen.name), steps_of(chosen), "h100")
+
+
+def test_every_kind_of_measurement_has_a_price():
+    assert set(PRICES) == {kind.name for kind, _ in KINDS}
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name != "trajectory"])
+def test_the_hours_of_a_recipe_are_those_of_its_steps(name):
+    prices = prices_of(name, "smoke")
+    of_kinds = [price.hours for price in prices.by_kind()]
+    assert all(0 <= hours.least <= hours.expected <= hours.most for hours in of_kinds)
+    total = math.fsum(hours.expected for hours in of_kinds)
+    assert total == pytest.approx(math.fsum(prices.hours.values()))
+    assert total > 0
+
+
+def test_a_quantization_is_priced_by_hand():
+    """Three draws of GPTQ and of its losses, and the losses of the full model."""
+    prices = prices_of("olmo2-7b-lr")
+    step = next(
+        step
+        for step in prices.steps
+        if step.kind == "quantize" and step.specs[-1] == "w4a4-g128-quarot"
+    )
+    shape = Shape.of(model_config(prices.needs.config(step)))
+    evaluation = forward_seconds(shape, 600_000, 2048, GPUS["h100"], "bf16")
+    # It reads no calibration text, so one draw; the process has started for the first spec.
+    assert prices.hours[step.name] * HOUR == pytest.approx(2 * evaluation)
+
+
+def test_the_longest_chain_against_all_chains():
+    prices = prices_of("tiny", "smoke", gpus=2)
+    by_name = {step.name: step for step in prices.steps}
+
+    def hours(step):
+        return prices.hours[step.name] / max(1, prices.gpus(step))
+
+    def longest(step):
+        before = [by_name[name] for name in step.after if name in by_name]
+        return hours(step) + max(map(longest, before), default=0.0)
+
+    total, chain = prices.longest_chain()
+    assert total == pytest.approx(max(map(longest, prices.steps)))
+    assert total == pytest.approx(math.fsum(map(hours, chain)))
+    assert all(earlier.name in later.after for earlier, later in pairwise(chain))
+
+
+def test_the_largest_study_is_shown_on_one_screen():
+    shown = printed("show", "olmo2-7b-lr", "--gpus", "64")
+    lines = shown.splitlines()
+    assert len(lines) < SCREEN
+    assert max(map(len, lines)) <= 110
+    for kind in ("train", "quantize", "methods", "curvature", "tasks", "in all"):
+        assert any(line.startswith(kind) for line in lines)
+    assert "longest chain" in shown
+    assert "python -m" not in shown.replace("python -m slurm", "")
+
+    everything = printed("show", "olmo2-7b-lr", "--gpus", "64", "--commands")
+    steps = steps_of(resolve("olmo2-7b-lr"))
+    named = {line.partition(": ")[0] for line in everything.splitlines()}
+    assert {step.name for step in steps} <= named
+    assert "kv4-quarot" in everything
+    assert "sources: the ablation: arXiv 2501.00656" in everything
+
+
+def test_a_study_for_the_cpu_is_priced_in_core_hours():
+    assert "core-hours" in printed("show", "tiny")
+    assert "H200-hours" in printed("show", "tiny", "--gpu", "h200")
