@@ -109,7 +109,7 @@ def _last(word: Value) -> Value:
 
 AnyRun = RunConfig | ReleasedRun
 Scale = Literal["log", "linear", "category"]
-STAGE = "stage"  # the only axis of a released model
+MODEL, STAGE = "model", "stage"  # the axes of released models
 
 
 class Axis(Frozen):
@@ -209,13 +209,13 @@ NAMES = {  # of settings and factors, with their unit; the key itself in words f
 def axes_of(runs: Sequence[AnyRun], controls: Set[str] = frozenset()) -> tuple[Axis, ...]:
     """Return the axes of a study with these runs; the peak learning rate where nothing differs.
 
-    Runs of released models have one axis, their stage. Controls, by name, make no axis: what they
-    have on those of the other runs says which of them they are compared with.
+    Runs of released models have their stage, after their model where there are several. Controls,
+    by name, make no axis: what they have on those of the other runs says which of them they are
+    compared with.
     """
     trained = [run for run in runs if isinstance(run, RunConfig)]
     if len(trained) < len(runs):
-        stages: dict[str, Value] = {run.name: run.name for run in runs}
-        return (Axis(key=STAGE, name="stage", scale="category", values=stages),)
+        return tuple(_released_axes(runs))
     # Where all runs are controls they are what is compared.
     compared = [run for run in trained if run.name not in controls] or trained
 
@@ -236,6 +236,19 @@ def axes_of(runs: Sequence[AnyRun], controls: Set[str] = frozenset()) -> tuple[A
         values = {run.name: quantity.of(run) for run in trained}
         return (_axis("peak_lr", quantity, values, values),)
     return tuple(axes.values())
+
+
+def _released_axes(runs: Sequence[AnyRun]) -> Iterator[Axis]:
+    """Yield the model, where there are several, and the stage."""
+    models: dict[str, Value] = {
+        run.name: run.model if isinstance(run, ReleasedRun) else run.name for run in runs
+    }
+    if len(set(models.values())) > 1:
+        yield Axis(key=MODEL, name="model", scale="category", values=models)
+    stages: dict[str, Value] = {
+        run.name: run.stage if isinstance(run, ReleasedRun) else run.name for run in runs
+    }
+    yield Axis(key=STAGE, name="stage", scale="category", values=stages)
 
 
 def _candidates(
@@ -352,7 +365,7 @@ def varied_of(axes: Sequence[Axis], controls: Set[str] = frozenset()) -> Varied 
 
     Controls are a group of their own beside every other. None for a released model.
     """
-    if axes[0].key == STAGE:
+    if axes[-1].key == STAGE:
         return None
     # Curves are drawn against numbers; words make groups.
     axis = next((axis for axis in axes if axis.scale != "category"), axes[0])

@@ -22,9 +22,17 @@ class ReleasedRevision(Frozen):
 
 
 class ReleasedRun(Frozen):
-    """One stage of a released model, as one line of the figures."""
+    """One stage of a released model, as one line of the figures.
 
-    name: str = Field(pattern=NAME_PATTERN, description="of the stage")
+    An average of its weights is one too, at the place of the last ones that it takes in.
+    """
+
+    name: str = Field(
+        pattern=NAME_PATTERN, description="of the stage, after MODEL- where a study has several"
+    )
+    model: str = Field(
+        pattern=NAME_PATTERN, description="whose stage it is; all of a model are one training"
+    )
     source: str = Field(
         description="OWNER/NAME on the hub, or a directory with a directory per revision"
     )
@@ -58,6 +66,11 @@ class ReleasedRun(Frozen):
         return self
 
     @property
+    def stage(self) -> str:
+        """The name of the stage without that of the model."""
+        return self.name.removeprefix(f"{self.model}-")
+
+    @property
     def total_steps(self) -> int | None:
         """The last of its steps; None where its source states none."""
         return self.revisions[-1].step
@@ -88,6 +101,19 @@ def stage_before(runs: Iterable[object], run: ReleasedRun) -> ReleasedRun | None
     """Return the stage among runs whose last weights a stage starts from; None without one."""
     stages = (each for each in runs if isinstance(each, ReleasedRun))
     return next((stage for stage in stages if stage.name == run.parent), None)
+
+
+def is_after_pretraining(runs: Iterable[object], run: ReleasedRun) -> bool:
+    """Return whether a stage follows pretraining: its place is its number among such stages.
+
+    Those are stages with a schedule of their own, what starts from one, and averages of unknown
+    weights. Their tokens, where a source states any, are of other data.
+    """
+    if run.average_of:
+        return run.total_steps is None
+    stages = tuple(runs)
+    before = stage_before(stages, run)
+    return run.restarts or (before is not None and is_after_pretraining(stages, before))
 
 
 def unknown_parents(runs: Iterable[object]) -> Iterator[str]:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from base.errors import UserError
+from base.files import sha256_of
 from base.reading import parse_json, read_regular
 from ckpt_tools.released.revisions import Revision
 from ckpt_tools.released.trajectory import is_local
+from train.data.tokenizer import TOKENIZER_JSON
 from train.model.families import FAMILIES, attends_in_windows
 
 if TYPE_CHECKING:
@@ -44,6 +46,30 @@ def check_revisions(source: str, names: Sequence[str]) -> None:
     with hub(source) as api:
         plans = {name: api.model_info(source, revision=name, files_metadata=True) for name in names}
         check_plans(api, source, plans)
+
+
+def tokenizer_sha256(source: str, revision: str) -> str | None:
+    """Return the hash of a revision's tokenizer.json; None where it has none.
+
+    On the hub large files have their hash stated, others are fetched.
+    """
+    if is_local(source):
+        path = Path(source) / revision / TOKENIZER_JSON
+        return sha256_of(path) if path.is_file() else None
+    from ckpt_tools.released.hub import hub
+
+    with hub(source) as api, tempfile.TemporaryDirectory() as directory:
+        plan = api.model_info(source, revision=revision, files_metadata=True)
+        files = {file.rfilename: file for file in plan.siblings or []}
+        if TOKENIZER_JSON not in files:
+            return None
+        lfs = files[TOKENIZER_JSON].lfs
+        if lfs:
+            return str(lfs.sha256)
+        path = Path(
+            api.hf_hub_download(source, TOKENIZER_JSON, revision=plan.sha, local_dir=directory)
+        )
+        return sha256_of(path)
 
 
 def check_plans(api: "HfApi", repo: str, plans: "Mapping[str, ModelInfo]") -> None:

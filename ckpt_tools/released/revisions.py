@@ -79,6 +79,15 @@ def trajectory_of(repo: str) -> Trajectory:
     )
 
 
+def final_repo(repo: str) -> str:
+    """Return the repository of the model that the revisions of a repository became: often itself.
+
+    >>> final_repo("HuggingFaceTB/SmolLM3-3B-checkpoints")
+    'HuggingFaceTB/SmolLM3-3B'
+    """
+    return next((each.part_of for each in TRAJECTORIES if _has(each, repo)), None) or repo
+
+
 def repo_of_directory(name: str) -> str | None:
     """Return the known repository that a directory is named after, as OWNER--NAME or NAME."""
     owners = {trajectory.repo.partition("/")[0] for trajectory in TRAJECTORIES}

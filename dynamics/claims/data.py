@@ -21,6 +21,7 @@ from dynamics.claims.schedule import (
     growth_over,
     reach,
     slope_over_tokens,
+    unit_of,
 )
 from quant_eval.estimate import ErrorSource, Estimate
 from study.claims.finding import all_directed, conclude_within, times
@@ -35,7 +36,7 @@ from study.claims.verdict import (
     claim,
 )
 from study.results.paired import Weighted
-from study.results.summary import DECAYED, RunSummary, enumeration, lineage
+from study.results.summary import DECAYED, RunSummary, at_high_rate, enumeration, lineage
 from study.results.table import Row, trained
 from train.run.config import RunConfig
 from train.run.schedules import learning_rate
@@ -185,8 +186,8 @@ LEAST_CHECKPOINTS = 3  # a power law through two always fits them
     "tokens",
     "Tokens explain the error, not the decay",
     source="arXiv 2411.04330, scaling law of quantization after training",
-    needs="two runs or more that anneal, other than by seed, their controls, and checkpoints"
-    " before the anneal",
+    needs="two runs or more that anneal, other than by seed, with their controls and checkpoints"
+    " before the anneal, or two released models",
 )
 @by_measure
 def tokens(measure: Measure) -> Verdict:
@@ -194,20 +195,24 @@ def tokens(measure: Measure) -> Verdict:
 
     The power law is fitted to the run's weights at its high rate and those of its control, the
     factor to the runs of other groups. The unit of the test is the group of runs that differ in
-    their seed alone.
+    their seed alone, or the released model. Without a control, of released models, the decay is
+    what comes after the last weights at the high rate.
     """
     # Both predictions are scored on the same ends.
     ends = [end for end in measure.evidence.annealed if _is_complete(measure, end)]
-    groups = sorted({end.group for end in ends})
+    groups = sorted(set(map(unit_of, ends)))
     if len(groups) < 2:
-        raise NotTested(f"annealed runs with a measured control, but for seeds: {len(groups)}")
+        raise NotTested(
+            "annealed runs with a measured control, or released models, but for seeds:"
+            f" {len(groups)}"
+        )
 
     # of each annealed end the error of both predictions, averaged over the seeds of a group
     errors = {
         group: [
             (_by_tokens(measure, end), _by_decay(measure, end, ends))
             for end in ends
-            if end.group == group
+            if unit_of(end) == group
         ]
         for group in groups
     }
@@ -240,7 +245,7 @@ def tokens(measure: Measure) -> Verdict:
 
 def _is_complete(measure: Measure, end: RunSummary) -> bool:
     """Return whether both predictions can be made and scored."""
-    needed = (end.last, end.control)
+    needed = (end.last, _reference(end))
     has_errors = all(row is not None and _error(measure, row) for row in needed)
     return has_errors and len(_at_high_rate(measure, end)) >= LEAST_CHECKPOINTS
 
@@ -251,13 +256,23 @@ def _error(measure: Measure, row: Row) -> float | None:
     return value if value and value > 0 else None
 
 
+def _reference(end: RunSummary) -> Row | None:
+    """Return what the decay is told from: the control, or of a released model its start."""
+    return end.control if isinstance(end.run, RunConfig) else end.first
+
+
 def _at_high_rate(measure: Measure, end: RunSummary) -> list[tuple[float, float]]:
     """Return tokens and error of a run before its anneal and of its control."""
     study, rows = measure.evidence.study, measure.evidence.rows
     control = study.control_of(end.run)
     path = [*lineage(study, rows, end.run), *(lineage(study, rows, control) if control else ())]
+    high = (
+        [row for row in trained(path) if row["phase"] == "stable"]
+        if isinstance(end.run, RunConfig)
+        else [row for row in at_high_rate(path) if row["tokens"]]
+    )
     # By tokens: a run and its control share rows up to the branch, each counts once.
-    stable = {row["tokens"]: row for row in trained(path) if row["phase"] == "stable"}
+    stable = {row["tokens"]: row for row in high}
     assert end.last is not None
     return [
         (tokens, error)
@@ -277,17 +292,18 @@ def _by_tokens(measure: Measure, end: RunSummary) -> float:
 
 
 def _by_decay(measure: Measure, end: RunSummary, ends: Sequence[RunSummary]) -> float:
-    """Return how far the control's error times the mean factor of the other groups is off."""
+    """Return how far the reference's error times the mean factor of the other groups is off."""
     # The mean is over the other groups alone: seeds of the same one would give it away.
-    factor = fmean(_log_factor(measure, other) for other in ends if other.group != end.group)
+    factor = fmean(_log_factor(measure, other) for other in ends if unit_of(other) != unit_of(end))
     return abs(factor - _log_factor(measure, end))
 
 
 def _log_factor(measure: Measure, end: RunSummary) -> float:
-    """Return the log of the annealed error over that of its control."""
+    """Return the log of the annealed error over that of its reference."""
+    reference = _reference(end)
     assert end.last is not None
-    assert end.control is not None
-    return _log_error(measure, end.last) - _log_error(measure, end.control)
+    assert reference is not None
+    return _log_error(measure, end.last) - _log_error(measure, reference)
 
 
 def _log_error(measure: Measure, row: Row) -> float:

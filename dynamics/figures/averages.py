@@ -8,6 +8,7 @@ from study.definition import Study
 from study.figures.canvas import WEIGHTS, Canvas
 from study.figures.charts import NATS, Chart, Quantity, Rows
 from study.figures.figure import Drawn, drawn, figure
+from study.figures.looks import STAR
 from study.measurements.curvature import RELATIVE
 from study.measurements.quantization import (
     CROSS_ENTROPY,
@@ -21,7 +22,6 @@ from study.results.averages import average_label, kept_averages, lowest_spec
 SOUP = "soup"
 SHARPNESS = Quantity("relative trace of the Hessian", NATS)
 PAIRED = (ERROR_AXIS, DIVERGENCE_AXIS, SHARPNESS)  # columns with bars
-STAR = "M0,-2L.46,-.62L1.9,-.62L.72,.24L1.18,1.62L0,.76L-1.18,1.62L-.72,.24L-1.9,-.62L-.46,-.62Z"
 DASHES = ([5, 3], [7, 2, 2, 2], [2, 2])  # of averages kept in training; weights are solid
 
 

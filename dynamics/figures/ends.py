@@ -14,7 +14,6 @@ from study.axes import Value, Varied
 from study.definition import Study
 from study.figures.canvas import Canvas, described, interval_of
 from study.figures.charts import (
-    GREY,
     INK,
     NATS,
     Chart,
@@ -28,7 +27,7 @@ from study.figures.charts import (
     tooltip,
 )
 from study.figures.figure import Drawn, drawn, figure
-from study.figures.looks import Runs, colours, looks_for
+from study.figures.looks import GREY, Runs, colours, looks_for
 from study.measurements.quantization import DIVERGENCE
 from study.measurements.titles import spec_title
 from study.results.averages import lowest_spec
@@ -113,7 +112,7 @@ def _lines(study: Study, varied: Varied, runs: Runs) -> Runs:
         look.label: replace(
             look,
             colour=shades[of_group[look.label]],
-            is_control=groups[look.label] in study.controls,
+            is_dashed=groups[look.label] in study.controls,
         )
         for look in looks_for(groups)
     }

@@ -86,7 +86,7 @@ class MeasuredStudy:
             return None
         return Cooldown(
             label=self._label(self.study.label_of(run)),
-            group=self._label(self.study.group_of(run).label),
+            group=self._label(self._group(run)),
             stem=self._label(self.study.group_of(self._holder(run)).label),
             step=start["step"],
             tokens=start["tokens"],
@@ -109,6 +109,10 @@ class MeasuredStudy:
             return self.study.parent_of(run) if run.branch_from else run
         before = stage_before(self.study.runs, run)
         return self._holder(before) if before else run
+
+    def _group(self, run: AnyRun) -> str:
+        """Return the label of the runs that are left out together: all anneals of a model."""
+        return self.study.group_of(run).label if isinstance(run, RunConfig) else run.model
 
     def _label(self, label: str) -> str:
         return f"{self.study.name}: {label}"

@@ -51,7 +51,7 @@ def checkpoints(study: Study, rows: Sequence[Row], *columns: str) -> list[Checkp
 def training_of(study: Study, run: AnyRun) -> str:
     """Return the name of the run that a run branches from, or its own; stages are one training."""
     if isinstance(run, ReleasedRun):
-        return run.source
+        return run.model
     return study.parent_of(run).name if run.branch_from else run.name
 
 

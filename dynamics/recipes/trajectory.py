@@ -8,9 +8,10 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field, ValidationError
 
@@ -18,8 +19,8 @@ from base.errors import UserError, explain_validation
 from base.frozen import Frozen
 from base.settings import check_path, path_of
 from ckpt_tools.hf.model import read_hf_config
-from ckpt_tools.released.before import check_ends
-from ckpt_tools.released.revisions import PLACE, Revision
+from ckpt_tools.released.before import check_ends, tokenizer_sha256
+from ckpt_tools.released.revisions import PLACE, Revision, final_repo
 from ckpt_tools.released.trajectory import (
     MOST_NAMED,
     TRAINING,
@@ -35,20 +36,20 @@ from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.recipes.changed import OF_RECIPE, with_study_settings
 from study.recipes.parts import SMALL_CURVATURE, SMALL_QUANTIZATION, recipe_of_settings
-from study.released import ReleasedRevision, ReleasedRun
+from study.released import ReleasedRevision, ReleasedRun, is_after_pretraining
 from train.model.families.released import MAIN, Stage, Trajectory
 
 TRAJECTORY = "trajectory"
-# Of a repository without a main.
-TOKENIZERS = {"HuggingFaceTB/SmolLM3-3B-checkpoints": "HuggingFaceTB/SmolLM3-3B"}
 SEQUENCE_LENGTH = 2048  # of curvature, at most: products with longer ones fit no machine
 QUANTIZATION = WEB_QUANTIZATION.model_copy(update={"block_tokens": WEB_QUANTIZATION.eval_tokens})
 
 
 class Released(Frozen):
-    """The released model that `trajectory` is about: what --set says."""
+    """The released models that `trajectory` is about: what --set says."""
 
-    source: str = Field(description="OWNER/NAME on the hub, or a directory of revisions")
+    source: str = Field(
+        description="OWNER/NAME on the hub, or a directory of revisions; several with commas"
+    )
     every: int | None = Field(
         default=None,
         ge=1,
@@ -69,6 +70,18 @@ class Released(Frozen):
         default=None,
         description="CSV of such revisions with the columns step, tokens and learning_rate",
     )
+
+
+class Source(NamedTuple):
+    """A repository of the hub or a directory, with the revisions of it that are measured."""
+
+    place: str  # of a directory the absolute path
+    revisions: list[Revision]
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory; None for a repository."""
+        return Path(self.place) if is_local(self.place) else None
 
 
 def released_of(settings: Sequence[str]) -> Released:
@@ -99,14 +112,14 @@ def released_of(settings: Sequence[str]) -> Released:
 
 @recipe_of_settings
 def trajectory(*, smoke: bool, settings: Sequence[str], on_text: bool) -> Study:
-    """A released model at its revisions, with --set source=OWNER/NAME or a directory."""
+    """Released models at their revisions, with --set source=OWNER/NAME or a directory."""
     study = trajectory_of(released_of(settings), smoke=smoke, on_text=on_text)
     of_study = tuple(each for each in settings if path_of(each) not in Released.model_fields)
     return with_study_settings(study, of_study) if of_study else study
 
 
 def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
-    """Return a study with a line per stage of the model, and per run that was averaged into it.
+    """Return a study with a line per stage of a model, and per run that was averaged into it.
 
     A stage names the one whose last weights it starts from. Averages are lines of their own, at the
     tokens of their last ingredient. The learning rates are those of the published recipes
@@ -114,50 +127,97 @@ def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
     machine. Measured on are C4 and RefinedWeb, with the model's own tokenizer, unless another text
     takes their place afterwards (`on_text`), which a local source needs.
     """
-    local = is_local(released.source)
-    if local and not on_text:
-        raise UserError(
-            f"{released.source} is a directory; name with --text what is measured on, such as the"
-            " study runs/tiny"
-        )
-    listed = revisions_of(released.source, released.family, _naming(released))
-    if released.table:
-        listed = with_table(listed, released.table)
-    revisions = _placed(choose(listed, every=released.every, stage=released.stage), released.stage)
-    check_ends(released.source, revisions)
-    source = str(Path(released.source).resolve()) if local else released.source
-    name = released.source.partition("/")[2]
-    if local:  # of exports the name of their run
-        repos = {each.repo for each in revisions}
-        name = Path(source).name
-        name = repos.pop() if len(repos) == 1 and name == "hf" else name
-        name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", name)
+    sources = [_source(place, released, on_text=on_text) for place in _places(released.source)]
+    check_tokenizers(sources)
+    runs = _runs(released, sources)
+    _say_unplaced(runs)
+    known = [source for each in sources for source in sources_of(each.revisions)]
+    shown = " and ".join(_places(released.source))
+    first = sources[0]
     return Study(
-        name=f"{TRAJECTORY}-{name}{'-smoke' if smoke else ''}",
-        description=f"The released trajectory of {released.source}",
-        sources=("arXiv 2510.06213, section 3, appendices A and D", *sources_of(revisions)),
+        name=f"{TRAJECTORY}-{'+'.join(map(_short_name, sources))}{'-smoke' if smoke else ''}",
+        description=f"The released trajectory of {shown}",
+        sources=("arXiv 2510.06213, section 3, appendices A and D", *dict.fromkeys(known)),
         ranks=1,
         sized_for="any",
-        text=web_text(TOKENIZERS.get(released.source, released.source)),
-        runs=_runs(source, released, revisions),
+        text=web_text(final_repo(first.place)),
+        runs=runs,
         quantization=SMALL_QUANTIZATION if smoke else QUANTIZATION,
-        curvature=_curvature(Path(source) if local else None, revisions, smoke=smoke),
+        curvature=_curvature(first, smoke=smoke),
     )
 
 
-def _curvature(
-    directory: Path | None, revisions: list[Revision], *, smoke: bool
-) -> CurvatureSettings:
+def _places(source: str) -> list[str]:
+    """Return the repositories and directories of --set source; UserError for one given twice."""
+    places = [source] if Path(source).is_dir() else [part.strip() for part in source.split(",")]
+    for place, count in Counter(places).items():
+        if count > 1:
+            raise UserError(f"--set source=... names {place} {count} times; name it once")
+    return places
+
+
+def _source(place: str, released: Released, *, on_text: bool) -> Source:
+    """Return the chosen revisions of a source, those that can be measured and are no repetition."""
+    local = is_local(place)
+    if local and not on_text:
+        raise UserError(
+            f"{place} is a directory; name with --text what is measured on, such as the study"
+            " runs/tiny"
+        )
+    listed = revisions_of(place, released.family, _naming(place, released))
+    if released.table:
+        listed = with_table(listed, released.table)
+    revisions = _placed(choose(listed, every=released.every, stage=released.stage), released.stage)
+    check_ends(place, revisions)
+    return Source(str(Path(place).resolve()) if local else place, revisions)
+
+
+def check_tokenizers(sources: Sequence[Source]) -> None:
+    """Raise UserError unless several sources have one tokenizer, to the byte.
+
+    A study has one text in tokens, and losses per token of other tokens are no comparison.
+    """
+    if len(sources) < 2:
+        return
+    hashes = {}
+    for source in sources:
+        last = source.revisions[-1].revision
+        hashes[source.place] = tokenizer_sha256(source.place, last)
+        if hashes[source.place] is None:
+            raise UserError(
+                f"{source.place} has no tokenizer.json at {last}, so its tokenizer cannot be"
+                " compared; measure it in a study of its own"
+            )
+    first, *others = hashes
+    for other in others:
+        if hashes[other] != hashes[first]:
+            raise UserError(
+                f"{other} has another tokenizer than {first}, and a study has one text in tokens;"
+                " make a study of each"
+            )
+
+
+def _short_name(source: Source) -> str:
+    """Return what a study of the source is called; of exports the name of their run."""
+    if source.directory is None:
+        return source.place.partition("/")[2]
+    repos = {each.repo for each in source.revisions}
+    name = source.directory.name
+    name = repos.pop() if len(repos) == 1 and name == "hf" else name
+    return _name(name)
+
+
+def _curvature(source: Source, *, smoke: bool) -> CurvatureSettings:
     """Return settings for traces, on sequences within the context of a model that is here."""
     length = SEQUENCE_LENGTH
-    if directory and (directory / revisions[0].revision / "config.json").exists():
-        config = read_hf_config(directory / revisions[0].revision)
-        length = min(length, config.get("max_position_embeddings", length))
+    first = source.directory and source.directory / source.revisions[0].revision
+    if first and (first / "config.json").exists():
+        length = min(length, read_hf_config(first).get("max_position_embeddings", length))
     settings = SMALL_CURVATURE if smoke else TRACES
     return settings.model_copy(update={"sequence_length": length, "lambda_max": False})
 
 
-def _naming(released: Released) -> Trajectory | None:
+def _naming(place: str, released: Released) -> Trajectory | None:
     """Return how revisions of no known family are named; None where a family says it."""
     if released.pattern is None:
         if released.table:
@@ -165,28 +225,34 @@ def _naming(released: Released) -> Trajectory | None:
         return None
     if released.family:
         raise UserError("--set pattern=... is of no known family; leave family out")
-    return own_naming(released.source, released.pattern)
+    return own_naming(place, released.pattern)
 
 
 def _placed(revisions: list[Revision], stage: str | None) -> list[Revision]:
     """Return the revisions without those that repeat others or that no source says anything of.
 
-    A line on stderr says which are left out, and another one which have no place along training.
+    A line on stderr says which are left out.
     """
     reasons = dict(_left_out(revisions, stage))
     say_left_out(reasons, len(revisions))
     chosen = [each for each in revisions if each.revision not in reasons]
     if not chosen:
         raise UserError("no revision is left; set another stage or source")
-    unknown = [each.revision for each in chosen if each.tokens is None]
+    return chosen
+
+
+def _say_unplaced(runs: Sequence[ReleasedRun]) -> None:
+    """Print a line on stderr about revisions that have no place along training."""
+    placed = [run for run in runs if not is_after_pretraining(runs, run)]
+    unknown = [each.name for run in placed for each in run.revisions if each.tokens is None]
     if unknown:
         listed = ", ".join(unknown[:MOST_NAMED]) + ", ..." * (len(unknown) > MOST_NAMED)
+        total = sum(len(run.revisions) for run in runs)
         print(
-            f"{len(unknown)} of {len(chosen)} revisions are measured without a place in figures"
-            f" along training, as no source states their tokens: {listed}",
+            f"{len(unknown)} of {total} revisions are measured without a place in figures along"
+            f" training, as no source states their tokens: {listed}",
             file=sys.stderr,
         )
-    return chosen
 
 
 def _left_out(revisions: list[Revision], stage: str | None) -> Iterator[tuple[str, str]]:
@@ -209,36 +275,62 @@ def _left_out(revisions: list[Revision], stage: str | None) -> Iterator[tuple[st
             yield each.revision, f"{unknown}; --set stage={MAIN} measures it"
 
 
-def _runs(source: str, released: Released, revisions: list[Revision]) -> tuple[ReleasedRun, ...]:
+def _runs(released: Released, sources: Sequence[Source]) -> tuple[ReleasedRun, ...]:
     """Return the chosen revisions by stage and ingredient, each after the stage it starts from."""
-    several = len({each.repo for each in revisions}) > 1
+    repos = [each.repo for source in sources for each in source.revisions]
+    models = _models(repos)
+    several = len(set(models.values())) > 1
     runs: dict[str, ReleasedRun] = {}
-    # `groupby` joins neighbours alone: the revisions of a line have to come together.
-    for (repo, line), group in groupby(revisions, key=lambda each: (each.repo, each.line)):
-        members = list(group)
-        # named after the repository, too, where there are several
-        prefix = f"{repo.replace('/', '--')}-" * several
-        parent = f"{prefix}{members[0].parent}"
-        runs[f"{prefix}{line}"] = ReleasedRun(
-            name=f"{prefix}{line}",
-            source=source,
-            family=released.family,
-            schedule=members[-1].schedule,
-            # A stage that was not chosen is no parent.
-            parent=parent if parent in runs else None,
-            restarts=members[0].restarts,
-            average_of=members[0].average_of,
-            revisions=tuple(
-                ReleasedRevision(
-                    name=each.revision,
-                    step=each.step,
-                    tokens=each.tokens,
-                    learning_rate=each.learning_rate,
+    for source in sources:
+        # `groupby` joins neighbours alone: the revisions of a line have to come together.
+        for (repo, line), group in groupby(source.revisions, lambda each: (each.repo, each.line)):
+            members = list(group)
+            prefix = f"{models[repo]}-" * several
+            name, parent = f"{prefix}{line}", f"{prefix}{members[0].parent}"
+            if name in runs:
+                raise UserError(
+                    f"{runs[name].source} and {source.place} both hold {line} of {models[repo]};"
+                    " name one of them"
                 )
-                for each in members
-            ),
-        )
+            runs[name] = ReleasedRun(
+                name=name,
+                model=models[repo],
+                source=source.place,
+                family=released.family,
+                schedule=members[-1].schedule,
+                # A stage that was not chosen is no parent.
+                parent=parent if parent in runs else None,
+                restarts=members[0].restarts,
+                average_of=members[0].average_of,
+                revisions=tuple(
+                    ReleasedRevision(
+                        name=each.revision,
+                        step=each.step,
+                        tokens=each.tokens,
+                        learning_rate=each.learning_rate,
+                    )
+                    for each in members
+                ),
+            )
     return tuple(runs.values())
+
+
+def _models(repos: Iterable[str]) -> dict[str, str]:
+    """Return the models that repositories are of: without the owner where that tells them apart.
+
+    Checkpoints in a repository beside that of the final model are of one model with it.
+    """
+    finals = {repo: final_repo(repo) for repo in repos}
+    shorts = Counter(repo.rpartition("/")[2] for repo in set(finals.values()))
+    return {
+        repo: _name(final.rpartition("/")[2] if shorts[final.rpartition("/")[2]] == 1 else final)
+        for repo, final in finals.items()
+    }
+
+
+def _name(text: str) -> str:
+    """Return a text as it can name a directory: OWNER/NAME as OWNER--NAME."""
+    return re.sub(r"[^A-Za-z0-9._=+-]+", "-", text.replace("/", "--"))
 
 
 COLUMNS = ("step", "tokens", "learning_rate")

@@ -1,6 +1,6 @@
 """The results of a study, and panels of them along its training."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,7 @@ from study.axes import AnyRun
 from study.definition import Study
 from study.figures.charts import (
     BAND,
-    GREY,
-    LINE,
+    PLACE,
     SHADE,
     Chart,
     Quantity,
@@ -19,13 +18,15 @@ from study.figures.charts import (
     Span,
     band_of,
     data,
+    line,
     marks,
     means_of,
+    ordered,
     panel,
     replicates_of,
 )
-from study.figures.looks import Look, runs_of
-from study.released import stage_before
+from study.figures.looks import GREY, Look, runs_of
+from study.released import ReleasedRun, is_after_pretraining, stage_before
 from study.results.summary import lineage
 from study.results.table import Row
 from train.run.config import RunConfig
@@ -33,9 +34,12 @@ from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
 from train.run.schedules import first_step, learning_rate
 
+Place = Mapping[str, float | int | None]  # columns
 MOST_RATES = 150  # points of a curve of learning rates, its corners aside
 RATE = "learning rate / its peak"
 CURVE = "schedule"  # number of a curve of learning rates
+AFTER = "place after pretraining"  # number among the stages that follow it
+HEADING = "after pretraining, in order"
 WEIGHTS = "weights"  # the series of the weights as training left them
 
 
@@ -67,22 +71,51 @@ class Canvas:
     def __init__(self, study: Study, table: Sequence[Row], directory: Path) -> None:
         self.study, self.table, self.directory = study, table, directory
         self.runs = runs_of(study)
+        # By run the stage whose place is in order, as its tokens are of no pretraining.
+        self.after = {
+            run.name: run.stage
+            for run in study.runs
+            if isinstance(run, ReleasedRun) and is_after_pretraining(study.runs, run)
+        }
         planned = [run.total_tokens for run in study.trained]
-        reached = [row["tokens"] for row in table if row["tokens"] is not None]
+        on_axis = (row for row in table if row["run"] not in self.after)
+        reached = [row["tokens"] for row in on_axis if row["tokens"] is not None]
         self.most_tokens = max([*planned, *reached], default=1)
         # One unit for all figures of the study, by the longest run.
         billions = self.most_tokens >= 1e9
         self.unit = 1e9 if billions else 1e6
         end = 1.02 * self.most_tokens / self.unit
         unit = "billion" if billions else "million"
-        self.tokens = Quantity("training tokens", unit, domain=(0.0, end))
+        measured = {row["run"] for row in table}
+        stages = dict.fromkeys(self.after[run] for run in self.after if run in measured)
+        self.tokens = Quantity("training tokens", unit, domain=(0.0, end), in_order=tuple(stages))
         self.rates = self._rates()
         self._metrics: dict[str, Rows] = {}  # by run, read once: a probe has many figures in it
 
     def rows_of(self, run: str, column: str, average: str | None = None) -> list[Row]:
         """Return the rows of a run's weights, or of an average, that hold column and tokens."""
+        rows = [] if run in self.after else self._holding(run, column, average)
+        return [row for row in rows if row["tokens"] is not None]
+
+    def _holding(self, run: str, column: str, average: str | None) -> list[Row]:
         of_run = (row for row in self.table if row["run"] == run and row["average"] == average)
-        return [row for row in of_run if row[column] is not None and row["tokens"] is not None]
+        return [row for row in of_run if row[column] is not None]
+
+    def _placed(self, run: str, column: str, average: str | None) -> Iterator[tuple[Row, Place]]:
+        """Yield the rows of a run that hold a column, with the columns of their places along it.
+
+        A stage after pretraining has its number in place of tokens, and room for its revisions.
+        """
+        stage = self.after.get(run)
+        if stage is None:
+            for row in self.rows_of(run, column, average):
+                yield row, self.tokens.values(row["tokens"] / self.unit)
+            return
+        rows = self._holding(run, column, average)
+        for index, row in enumerate(rows):
+            number = self.tokens.in_order.index(stage) + 1
+            place = self.tokens.place_of(stage, (index + 0.5) / len(rows))
+            yield row, {self.tokens.label: None, PLACE: place, AFTER: number}
 
     def last_rows(self, column: str) -> dict[str, Row]:
         """Return run -> the row of its last weights, where it holds the column."""
@@ -120,12 +153,11 @@ class Canvas:
         """Return a column against tokens: of every run's weights, or of an average of them."""
         rows = []
         for run, look in self.runs.looks.items():
-            for row in self.rows_of(run, column, average):
-                values = self.tokens.values(row["tokens"] / self.unit)
-                values |= quantity.values(
+            for row, place in self._placed(run, column, average):
+                values = quantity.values(
                     row[column], interval_of(row, column) if has_bars else None
                 )
-                rows.append(described(row, title, look, series=series) | values)
+                rows.append(described(row, title, look, series=series) | {**place} | values)
         return rows
 
     def during(
@@ -163,7 +195,7 @@ class Canvas:
 
     def panel(self, layers: Sequence[Chart], title: str, columns: int) -> Chart:
         """Return layers against tokens, over the anneal and beside the learning rates."""
-        values: Chart = {"layer": [*self._shade(), *layers]}
+        values: Chart = {"layer": [*self._shade(), *ordered(self.tokens, HEADING), *layers]}
         chart = panel([values, *self._rate_lines()], title, columns)
         return chart | {"resolve": {"scale": {"y": "independent"}}}
 
@@ -186,17 +218,17 @@ class Canvas:
                 continue
             # From the checkpoint in the parent to the first one of the branch itself.
             for row in (*starts, of_branch[0]):
-                axes = (self.tokens.label, quantity.label)
+                axes = (self.tokens.field, quantity.label)
                 ends.append({"run": label} | {axis: row[axis] for axis in axes})
         encoding = {"x": self.tokens.encoding(), "y": quantity.encoding()}
         encoding |= {"color": self.runs.colour}
         encoding |= {"strokeDash": self.runs.dash} if self.runs.dash and has_dashes else {}
-        replicates = replicates_of(ends, self.runs, self.tokens.label)
+        replicates = replicates_of(ends, self.runs, self.tokens.field)
         if len(replicates) == len(ends):
-            return [data(ends, mark=LINE, encoding=encoding)] if ends else []
+            return [line(ends, self.runs, encoding)] if ends else []
         means = means_of(replicates, self.runs, self.tokens, quantity)
         of_band = {"color": self.runs.colour} | band_of(self.tokens, quantity)
-        return [data(means, mark=BAND, encoding=of_band), data(means, mark=LINE, encoding=encoding)]
+        return [data(means, mark=BAND, encoding=of_band), line(means, self.runs, encoding)]
 
     def _origin(self, run: AnyRun) -> tuple[AnyRun, int | None] | None:
         """Return the run and step whose weights a branch or a stage starts from."""
@@ -254,7 +286,8 @@ class Canvas:
         rows = []
         for number, (curve, names) in enumerate(curves.items(), 1):
             # A curve that all runs share, or several do, is grey: it belongs to no run.
-            is_own = len(names) == 1 and len(curves) > 1
+            entries = {self.runs.looks[name].entry for name in names}
+            is_own = len(entries) == 1 and len(curves) > 1
             label = self.runs.looks[names[0]].label if is_own else ""
             head = {"panel": "", "run": label, "series": "learning rate", CURVE: number}
             rows += [
@@ -264,8 +297,11 @@ class Canvas:
         return rows
 
     def _released(self, run: AnyRun) -> tuple[Span, ...]:
-        """Return the known learning rates at the checkpoints of a stage of a released model."""
+        """Return the known learning rates of a stage of a released model, from that before on."""
         rows = self.rows_of(run.name, "learning_rate")
+        before = self._origin(run)
+        if before and rows:
+            rows = [*self.rows_of(before[0].name, "learning_rate")[-1:], *rows]
         path = lineage(self.study, self.table, run)
         peak = max((row["learning_rate"] or 0.0 for row in path), default=0.0)
         shares = [(row["tokens"], row["learning_rate"]) for row in rows]

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from matplotlib.ticker import MaxNLocator
+
 from base.grouping import grouped
-from study.figures.looks import Runs
+from study.figures.looks import GREY, WIDE, Runs
 
 Chart = dict[str, Any]
 Rows = list[dict[str, Any]]
@@ -22,11 +24,16 @@ WIDTHS = {1: 560, 2: 355, 3: 215, 4: 160}  # pixels of a panel, by panels side b
 HEIGHT = 250
 MOST_COLUMNS = 4
 NEAR = 0.06  # of the range of the values, between them and the ends of an axis
-GREY, INK, SHADE = "#777777", "#1c1c1c", "#f3f1e7"
-LINE: Chart = {"type": "line", "clip": True, "strokeWidth": 1.6}
+INK, SHADE = "#1c1c1c", "#f3f1e7"
+LINE: Chart = {"type": "line", "clip": True, "strokeWidth": WIDE}
 POINT: Chart = {"type": "point", "clip": True, "filled": True, "opacity": 1, "size": 40}
 OPEN: Chart = {"filled": False, "fill": "#ffffff", "strokeWidth": 1.4}
 BAND: Chart = {"type": "area", "clip": True, "opacity": 0.18, "tooltip": None}
+PLACE = "place"  # of a row on an axis with a part in order; nothing known: in no file or tooltip
+PLACE_SHARE, GAP_SHARE = 0.08, 0.03  # of the axis: a place in order, and what is left before them
+WORDS = " in words"  # end of the name of a column
+LETTER = 5.5  # pixels of the names of places
+NUMBERS = 16  # pixels between an axis and its title that its numbers take
 ENDS = ("lowest seed", "highest seed")  # of a band
 FAINT = 0.35  # opacity of single seeds
 DASHED: Chart = {"color": "#555555", "strokeDash": [5, 3], "strokeWidth": 1}
@@ -42,6 +49,7 @@ class Quantity:
         holds_zero: the axis reaches down to 0 at least.
         domain: ends of the axis; None: as the values have it.
         ticks: the only values with a label; empty: as Vega has it.
+        in_order: names of places after the end of the domain, of rows that have no value there.
     """
 
     title: str
@@ -52,6 +60,7 @@ class Quantity:
     holds_zero: bool = False
     domain: Span | None = None
     ticks: tuple[float, ...] = ()
+    in_order: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -61,13 +70,37 @@ class Quantity:
         is_closed = self.title.endswith(")")
         return f"{self.title}, {self.unit}" if is_closed else f"{self.title} ({self.unit})"
 
+    @property
+    def field(self) -> str:
+        """The column that says where a row is on the axis."""
+        return PLACE if self.in_order else self.label
+
     def values(self, value: float, interval: Span | None = None) -> dict[str, float]:
         """Return the columns of one value, with the ends of its interval."""
         ends = zip(("low", "high"), interval or (), strict=False)
-        return {self.label: value} | {f"{self.label}, {end}": at for end, at in ends}
+        place = {PLACE: value} if self.in_order else {}
+        return {self.label: value} | {f"{self.label}, {end}": at for end, at in ends} | place
+
+    def place_of(self, name: str, share: float = 0.5) -> float:
+        """Return where on the axis a named place is: at this share of its width."""
+        number = self.in_order.index(name)
+        return self._at(GAP_SHARE + PLACE_SHARE * (number + share))
+
+    @property
+    def rule(self) -> float:
+        """The place between the values and what is in order."""
+        return self._at(GAP_SHARE / 2)
+
+    def _at(self, beyond: float) -> float:
+        """Return the place beyond the domain by a share of it."""
+        assert self.domain
+        start, end = self.domain
+        return end + beyond * (end - start)
 
     def encoding(self, field: str = "") -> Chart:
         """Return the quantity as the x or y of a chart."""
+        if self.in_order:
+            return self._with_order()
         scale: Chart = {"type": "log"} if self.is_log else {"zero": self.holds_zero}
         scale |= {"domain": list(self.domain), "nice": False} if self.domain else {}
         scale |= {"padding": 12, "nice": False} if self.is_log and not self.domain else {}
@@ -75,6 +108,18 @@ class Quantity:
         axis |= {"values": list(self.ticks)} if self.ticks else {"tickCount": 6}
         encoding = {"field": field or self.label, "type": "quantitative"}
         return encoding | {"title": self.written or self.label, "scale": scale, "axis": axis}
+
+    def _with_order(self) -> Chart:
+        """Return the quantity with its places in order; `ordered` draws their names."""
+        assert self.domain
+        start, end = self.domain
+        last = self._at(GAP_SHARE + PLACE_SHARE * len(self.in_order))
+        ticks = [tick for tick in MaxNLocator(5).tick_values(start, end) if start <= tick <= end]
+        plain = replace(self, domain=(start, last), ticks=tuple(map(float, ticks)), in_order=())
+        encoding = plain.encoding(self.field)
+        # The title is below the names, which the axis itself does not know.
+        padding = LETTER * max(map(len, self.in_order)) - NUMBERS
+        return encoding | {"axis": encoding["axis"] | {"titlePadding": max(padding, 4)}}
 
     def near(self, rows: Rows) -> "Quantity":
         """Return the quantity on an axis that ends just beside the values of these rows."""
@@ -107,8 +152,10 @@ def around(values: Sequence[float], share: float) -> Span:
 
 def data(rows: Rows, **chart: Any) -> Chart:
     """Return a chart of rows, less those of the runs that the reader has switched off."""
-    shown = {"transform": [SHOWN]} if any("run" in row for row in rows) else {}
-    return {"data": {"values": rows}} | shown | chart
+    transforms = [SHOWN] if any("run" in row for row in rows) else []
+    transforms += in_words(rows)
+    used = {"transform": transforms} if transforms else {}
+    return {"data": {"values": rows}} | used | chart
 
 
 def marks(
@@ -149,7 +196,7 @@ def marks(
     replicates: list[Rows] = []
     # A mean line needs numbers on both axes.
     if has_line and len(quantities) == 2:
-        replicates = replicates_of(rows, runs, match or quantities["x"].label)
+        replicates = replicates_of(rows, runs, match or quantities["x"].field)
     # Fewer groups than rows: some rows are replicates of each other.
     has_bands = 0 < len(replicates) < len(rows)
     means = means_of(replicates, runs, quantities["x"], quantities["y"]) if has_bands else []
@@ -158,18 +205,25 @@ def marks(
     if means:
         layers.append(data(means, mark=BAND, encoding=band_of(quantities["x"], quantities["y"])))
     if has_line:
-        layers.append(_line(means, {"strokeDash": runs.dash} | (lines or {})))
+        layers.append(line(means, runs, {"strokeDash": runs.dash} | (lines or {})))
     layers += _interval_bars(rows, quantities, bar_opacity * FAINT if has_bands else bar_opacity)
     looks = {"shape": runs.shape, "tooltip": tooltip(rows)} | (points or {})
+    if any(quantity.in_order for quantity in quantities.values()):
+        # Vega's own words for a screen reader would call a place in order a value.
+        looks["description"] = {"field": runs.field, "type": "nominal"}
     layers += _points(looks, open_where, {"opacity": FAINT} if has_bands else {})
     return data(rows, encoding=encodings | {"color": runs.colour} | both, layer=layers)
 
 
-def _line(means: Rows, channels: Chart) -> Chart:
-    """Return the lines of a panel's rows, or of the means in their place where there are some."""
+def line(rows: Rows, runs: Runs, channels: Chart) -> Chart:
+    """Return lines in the widths of the runs: of these rows, or of the panel's where none are."""
     used = {name: channel for name, channel in channels.items() if channel}
-    line: Chart = {"mark": LINE, "encoding": used}
-    return data(means, **line) if means else line
+    mark = dict(LINE)
+    if runs.width:
+        used["strokeWidth"] = runs.width
+        del mark["strokeWidth"]  # that of the mark would overrule them
+    lines: Chart = {"mark": mark, "encoding": used}
+    return data(rows, **lines) if rows else lines
 
 
 def _interval_bars(rows: Rows, quantities: dict[str, Quantity], opacity: float) -> list[Chart]:
@@ -214,8 +268,8 @@ def means_of(replicates: Sequence[Rows], runs: Runs, x: Quantity, y: Quantity) -
     low, high = (f"{y.label}, {end}" for end in ENDS)
     for alike in replicates:
         values = [row[y.label] for row in alike]
-        mean_x = sum(row[x.label] for row in alike) / len(alike)
-        mean = {x.label: mean_x, y.label: sum(values) / len(values)}
+        mean_x = sum(row[x.field] for row in alike) / len(alike)
+        mean = {x.field: mean_x, y.label: sum(values) / len(values)}
         head = {key: alike[0].get(key) for key in ("run", runs.field, "series", "step")}
         means.append(head | mean | {low: min(values), high: max(values)})
     return means
@@ -228,15 +282,41 @@ def band_of(x: Quantity, y: Quantity) -> Chart:
 
 
 def tooltip(rows: Rows) -> list[Chart]:
-    """Return everything known of a row, a line each."""
-    lines = []
-    for name in dict.fromkeys(name for row in rows for name in row):
-        example = next((row[name] for row in rows if row.get(name) is not None), "")
-        is_number = isinstance(example, int | float)
-        line: Chart = {"field": name, "type": "quantitative" if is_number else "nominal"}
-        line |= {"format": "," if isinstance(example, int) else ".4~g"} if is_number else {}
+    """Return everything known of a row, a line each; see `in_words`."""
+    words, lines = {each["as"] for each in in_words(rows)}, []
+    for name, form in _formats(rows).items():
+        line: Chart = {"field": name, "type": "quantitative" if form else "nominal"}
+        line |= {"format": form} if form else {}
+        if f"{name}{WORDS}" in words:
+            line = {"field": f"{name}{WORDS}", "type": "nominal"}
         lines.append(line | {"title": name})
     return lines
+
+
+def in_words(rows: Rows) -> list[Chart]:
+    """Return the transforms that make words of numbers that some rows do not have.
+
+    A tooltip would show a number that is missing as 0.
+    """
+    return [
+        {
+            "calculate": f"isValid(datum['{name}']) ? format(datum['{name}'], '{form}') : 'none'",
+            "as": f"{name}{WORDS}",
+        }
+        for name, form in _formats(rows).items()
+        if form and any(row.get(name) is None for row in rows)
+    ]
+
+
+def _formats(rows: Rows) -> dict[str, str]:
+    """Return the columns that are shown, with the format of numbers; empty for words."""
+    formats = {}
+    for name in dict.fromkeys(name for row in rows for name in row if name != PLACE):
+        example = next((row[name] for row in rows if row.get(name) is not None), "")
+        formats[name] = ""
+        if isinstance(example, int | float):
+            formats[name] = "," if isinstance(example, int) else ".4~g"
+    return formats
 
 
 def level(at: float, channel: str = "y", **style: Any) -> Chart:
@@ -250,6 +330,31 @@ def diagonal(x: Quantity, y: Quantity) -> Chart:
     equal = [{x.label: end, y.label: end} for end in x.domain or ()]
     axes = {"x": x.encoding(), "y": y.encoding()}
     return data(equal, mark=DASHED | {"type": "line"}, encoding=axes)
+
+
+def ordered(x: Quantity, heading: str, height: int = HEIGHT) -> list[Chart]:
+    """Return a rule where the part of an axis that is in order begins, its heading and names."""
+    if not x.in_order:
+        return []
+    rule = level(x.rule, "x", strokeDash=[4, 3])
+    places: Rows = [{PLACE: x.place_of(name), "name": name} for name in x.in_order]
+    right_end = x.place_of(x.in_order[-1], 1.0)
+    style = {"type": "text", "color": INK, "tooltip": None}
+    names = {
+        "data": {"values": places},
+        "mark": style | {"angle": 270, "align": "right", "baseline": "middle", "fontSize": 10},
+        "encoding": {
+            "x": x.encoding(),
+            "y": {"value": height + 6},
+            "text": {"field": "name", "type": "nominal"},
+        },
+    }
+    words = {
+        "data": {"values": [{}]},
+        "mark": style | {"text": heading, "color": GREY, "align": "right", "baseline": "bottom"},
+        "encoding": {"x": {"datum": right_end}, "y": {"value": -4}},
+    }
+    return [rule, names, words]
 
 
 def panel(layers: Sequence[Chart], title: str, columns: int, height: int = HEIGHT) -> Chart:

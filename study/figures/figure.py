@@ -18,7 +18,7 @@ from base.files import replaced_file
 from study.content import loaded
 from study.definition import Study
 from study.figures.canvas import Canvas
-from study.figures.charts import ENDS, Chart, Rows, grid
+from study.figures.charts import ENDS, PLACE, Chart, Rows, grid
 
 
 class Drawn(NamedTuple):
@@ -75,6 +75,7 @@ METADATA: dict[str, Any] = {  # without versions and dates: the same numbers mak
     "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
 }
 BANDS = "Lines are means over seeds, bands reach from the lowest seed to the highest."
+ORDER = "Right of the dashed rule: what follows pretraining, in order, without tokens of it."
 EMBEDDED: Any = {"pdf.fonttype": 42}  # TrueType; publishers refuse matplotlib's default, Type 3
 RESOURCES = re.compile(rb"(?: +/\w+ \d+ 0 R\n)+")  # of a page; their order is by chance
 
@@ -130,10 +131,11 @@ def write_figure(drawing: Drawn, path: Path) -> bytes:
 
 
 def _caption(figure: Figure, chart: Chart | None, beginning: str) -> str:
-    """Return the caption after its beginning, with what bands are, where there are some."""
-    has_bands = chart is not None and ENDS[0] in json.dumps(chart)
+    """Return the caption after its beginning, with what bands and places in order are."""
     caption = f"{beginning}. {figure.caption}" if beginning else figure.caption
-    return f"{caption} {BANDS}" if has_bands else caption
+    drawn_of = "" if chart is None else json.dumps(chart)
+    said = {BANDS: ENDS[0], ORDER: f'"{PLACE}"'}
+    return " ".join([caption, *(words for words, mark in said.items() if mark in drawn_of)])
 
 
 def _in_order(lines: re.Match[bytes]) -> bytes:
@@ -142,9 +144,11 @@ def _in_order(lines: re.Match[bytes]) -> bytes:
 
 def write_rows(rows: Rows, path: Path) -> None:
     """Write rows as CSV, a column per quantity with its unit in the head."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = list(dict.fromkeys(key for row in rows for key in row if key != PLACE))
     with replaced_file(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        table = csv.DictWriter(
+            file, columns, restval="", extrasaction="ignore", lineterminator="\n"
+        )
         table.writeheader()
         table.writerows(rows)
 

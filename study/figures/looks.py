@@ -3,10 +3,13 @@
 The colours are a sequence that stays readable without colour vision and in grey. The runs are
 ordered by what the study varies, so are the colours. Runs that differ in their seed alone look the
 same. A control has the colour of what it is compared with, and dashed lines.
+
+Several released models have a colour and a marker each, which all of their stages share. Runs that
+leave one stage together, such as those that a soup takes in, are thin; the soup is a star.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,22 +17,38 @@ import matplotlib
 from matplotlib.colors import to_hex
 
 from base.grouping import grouped
+from study.axes import MODEL
 from study.definition import Study
+from study.released import ReleasedRun
 from study.results.summary import in_order
 
 SOLID, DASHED = [1, 0], [5, 3]
 SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
+STAR = "M0,-2L.46,-.62L1.9,-.62L.72,.24L1.18,1.62L0,.76L-1.18,1.62L-.72,.24L-1.9,-.62L-.46,-.62Z"
+SOUP = "soup: an average of weights"  # entry of the legend; no run has that label
+GREY = "#777777"
+WIDE, THIN = 1.6, 0.8  # pixels of a line
 
 
 @dataclass(frozen=True)
 class Look:
-    """One run in every figure; `group` is the label that it shares with its replicates."""
+    """One run in every figure.
+
+    Attributes:
+        label: its own.
+        colour, shape: of its marks.
+        group: the label that it shares with its replicates.
+        entry: the one that it has in the legend, shared by all stages of a released model.
+        is_dashed, is_thin: how its lines are drawn.
+    """
 
     label: str
     colour: str
     shape: str
     group: str
-    is_control: bool = False
+    entry: str
+    is_dashed: bool = False
+    is_thin: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,13 +61,17 @@ class Runs:
 
     @property
     def groups(self) -> dict[str, list[Look]]:
-        """The looks by the label of their group."""
-        return grouped(self.looks.values(), lambda look: look.group)
+        """The looks by their entry in the legend."""
+        return grouped(self.looks.values(), lambda look: look.entry)
 
-    def _encoding(self, values: list[Any]) -> dict[str, Any]:
-        scale = {"domain": [look.label for look in self.looks.values()], "range": values}
-        # the legend has an entry for each group, under the label of its first run
-        entries = {looks[0].label: group for group, looks in self.groups.items()}
+    def _encoding(self, values: list[Any], of_soups: Any) -> dict[str, Any]:
+        has_soups = any(look.shape == STAR for look in self.looks.values())
+        soups = {SOUP: of_soups} if has_soups else {}
+        labels = [look.label for look in self.looks.values()]
+        scale = {"domain": [*labels, *soups], "range": [*values, *soups.values()]}
+        # the legend has each entry once, under the label of its first run
+        entries = {looks[0].label: entry for entry, looks in self.groups.items()}
+        entries |= dict.fromkeys(soups, SOUP)
         legend = {"values": list(entries), "labelExpr": f"({json.dumps(entries)})[datum.label]"}
         encoding = {"field": self.field, "type": "nominal", "title": self.heading, "scale": scale}
         # stated always: the dashes, which share it, have none
@@ -57,22 +80,32 @@ class Runs:
     @property
     def colour(self) -> dict[str, Any]:
         """The colour of a row's run."""
-        return self._encoding([look.colour for look in self.looks.values()])
+        return self._encoding([look.colour for look in self.looks.values()], GREY)
 
     @property
     def shape(self) -> dict[str, Any]:
         """The marker of a row's run."""
-        return self._encoding([look.shape for look in self.looks.values()])
+        return self._encoding([look.shape for look in self.looks.values()], STAR)
 
     @property
     def dash(self) -> dict[str, Any]:
-        """The dash pattern of a row's line; none where no run is a control."""
+        """The dash pattern of a row's line; none where all are solid."""
         looks = self.looks.values()
-        if not any(look.is_control for look in looks):
+        if not any(look.is_dashed for look in looks):
             return {}
-        dashes = self._encoding([DASHED if look.is_control else SOLID for look in looks])
+        dashes = self._encoding([DASHED if look.is_dashed else SOLID for look in looks], SOLID)
         # the markers of the legend say which are controls
         return dashes | {"legend": None}
+
+    @property
+    def width(self) -> dict[str, Any]:
+        """The width of a row's line; none where all are equally wide."""
+        looks = self.looks.values()
+        if not any(look.is_thin for look in looks):
+            return {}
+        widths = self._encoding([THIN if look.is_thin else WIDE for look in looks], WIDE)
+        # else the range would be its two ends, and widths lie evenly between
+        return widths | {"scale": widths["scale"] | {"type": "ordinal"}, "legend": None}
 
     def group_of(self, row: dict[str, Any]) -> str:
         """Return the group of a row of a figure."""
@@ -93,7 +126,8 @@ def looks_for(labels: Iterable[str]) -> list[Look]:
     """Return a look for each label, in order."""
     names = list(labels)
     shapes = [SHAPES[index % len(SHAPES)] for index in range(len(names))]
-    return [Look(*parts) for parts in zip(names, colours(len(names)), shapes, names, strict=True)]
+    parts = zip(names, colours(len(names)), shapes, strict=True)
+    return [Look(name, colour, shape, name, name) for name, colour, shape in parts]
 
 
 def runs_of(study: Study) -> Runs:
@@ -109,10 +143,12 @@ def runs_of(study: Study) -> Runs:
         run.name: replace(
             of_groups[groups[run.name]],
             label=study.label_of(run),
-            is_control=run.name in study.controls,
+            is_dashed=run.name in study.controls,
         )
         for run in runs
     }
+    released = [run for run in runs if isinstance(run, ReleasedRun)]
+    looks |= {run.name: _released(looks[run.name], run, released) for run in released}
     if varied and len(set(varied.groups.values())) > 1:
         values = list(dict.fromkeys(varied.values.get(run.name) for run in runs))
         others = list(dict.fromkeys(varied.groups.get(run.name, "") for run in runs))
@@ -120,4 +156,19 @@ def runs_of(study: Study) -> Runs:
             colour = colours(len(values))[values.index(varied.values.get(name))]
             shape = SHAPES[others.index(varied.groups.get(name, "")) % len(SHAPES)]
             looks[name] = replace(look, colour=colour, shape=shape)
-    return Runs(study.heading, looks)
+    # Several models share a colour over their stages, which the legend does not name.
+    heading = study.axes[0].name if study.axes[0].key == MODEL else study.heading
+    return Runs(heading, looks)
+
+
+def _released(look: Look, run: ReleasedRun, runs: Sequence[ReleasedRun]) -> Look:
+    """Return the look of a stage: in that of its model where there are several of these."""
+    models = list(dict.fromkeys(each.model for each in runs))
+    if len(models) > 1:
+        of_model = looks_for(models)[models.index(run.model)]
+        look = replace(look, colour=of_model.colour, shape=of_model.shape, entry=run.model)
+    if run.average_of:
+        is_soup = len(run.revisions) == 1
+        return replace(look, shape=STAR if is_soup else look.shape, is_dashed=not is_soup)
+    siblings = [each for each in runs if each.parent == run.parent]
+    return replace(look, is_thin=run.parent is not None and len(siblings) > 1)

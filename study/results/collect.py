@@ -73,7 +73,7 @@ def collect_rows(directory: Path, study: Study) -> Collected:
 def phase_of(run: AnyRun, step: int) -> str:
     """Return warmup, stable or anneal for update `step`; for a released model its stage."""
     if isinstance(run, ReleasedRun):
-        return run.name
+        return run.stage
     # Weights after an update belong to the phase of that update.
     if step <= run.warmup_steps:
         return "warmup"

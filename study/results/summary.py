@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from base.grouping import grouped
 from study.axes import AnyRun
 from study.definition import Study
-from study.released import ReleasedRun, stage_before
+from study.released import ReleasedRun, is_after_pretraining, stage_before
 from study.results.table import Row, trained
 from train.run.config import RunConfig
 
@@ -127,9 +127,8 @@ def summarize(study: Study, rows: Rows) -> list[RunSummary]:
 
 
 def pretrains(study: Study, run: ReleasedRun) -> bool:
-    """Return whether a stage is of pretraining: no average, and under no schedule of its own."""
-    before = stage_before(study.runs, run)
-    return not run.average_of and not run.restarts and (before is None or pretrains(study, before))
+    """Return whether a stage is of pretraining: neither an average nor after it."""
+    return not run.average_of and not is_after_pretraining(study.runs, run)
 
 
 def _before_decay(rows: Rows, last: Row | None) -> tuple[Row | None, bool]:

@@ -17,7 +17,7 @@ from base.digests import SEAL, digest_of_json
 from base.environment import PROJECT, version
 from base.errors import UserError
 from base.files import replaced_file
-from study.axes import Axis, Value
+from study.axes import STAGE, Axis, Value
 from study.definition import Study
 from study.measurements.kind import NATS, SHARE, Reading
 
@@ -106,8 +106,9 @@ def axis_columns(study: Study) -> dict[str, Axis]:
     An axis with the name of another column is `factor_NAME`, such as the budget: `factor_tokens`.
     """
     columns = {}
-    for axis in study.axes if study.trained else ():
-        if axis.key not in {"peak_lr", *AXIS_COLUMNS}:
+    for axis in study.axes:
+        # a stage is the phase of its rows
+        if axis.key not in {"peak_lr", STAGE, *AXIS_COLUMNS}:
             is_taken = axis.key in _OF_MODEL or axis.key in figure_columns(study)
             columns[f"factor_{axis.key}" if is_taken else axis.key] = axis
     return columns

@@ -31,7 +31,8 @@ def run_params(study: Study, run: AnyRun) -> dict[str, str]:
         params: dict[str, Any] = {
             "peak_lr": run.peak_lr,
             "source": run.source,
-            "stage": run.name,
+            "model": run.model,
+            "stage": run.stage,
         }
     else:
         shapes = parameter_shapes(run.model)

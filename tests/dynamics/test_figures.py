@@ -212,7 +212,7 @@ def test_a_released_model_has_the_learning_rates_that_are_known(branched, study,
     _, rows, _ = branched
     known = [(10, 1e9, 2e-4), (20, None, 3e-4), (30, 3e9, None)]
     revisions = tuple(ReleasedRevision(name=f"r{step}", step=step) for step, _, _ in known)
-    run = ReleasedRun(name="stage1", source="somebody/model", revisions=revisions)
+    run = ReleasedRun(name="stage1", model="model", source="somebody/model", revisions=revisions)
     released = study.model_copy(update={"runs": (run,), "soups": (), "labels": {}})
     stage = [
         Row.of({**row, "run": "stage1", "phase": "stage1", "step": step, "tokens": tokens, "learning_rate": rate})

@@ -11,14 +11,22 @@ import numpy as np
 from base.frozen import fingerprint
 from study.definition import Study, save_study
 from study.design import with_controls
-from study.paths import MeasuredModel, curvature_result, hf_directory, quantization_result
+from study.paths import (
+    MeasuredModel,
+    curvature_result,
+    hf_directory,
+    model_record,
+    quantization_result,
+    released_model,
+)
 from study.released import ReleasedRevision, ReleasedRun
-from study.results.collect import phase_of
+from study.results.collect import collect_rows, phase_of
 from study.results.paired import Paired
+from study.results.table import Row
 from tests.sealing import write_ending
 from tests.study.ablation import tiny
 from tests.study.curved import curvature_content
-from tests.study.synthetic import TOKENS, per_document, result_of, specs_of, write_result
+from tests.study.synthetic import COST, TOKENS, per_document, result_of, specs_of, write_result
 from train.run.config import BranchFrom, RunConfig
 from train.run.directory import RunDirectory
 from train.run.optimization import Anneal, ConstantPhase, CosinePhase, ScheduleConfig
@@ -96,7 +104,9 @@ def released(rates: dict[int, float | None]) -> ReleasedRun:
         ReleasedRevision(name=f"step{step}", step=step, tokens=1000 * step, learning_rate=rate)
         for step, rate in rates.items()
     ]
-    return ReleasedRun(name="stage1", source="someone/model", revisions=tuple(revisions))
+    return ReleasedRun(
+        name="stage1", model="model", source="someone/model", revisions=tuple(revisions)
+    )
 
 
 def rows_of(
@@ -117,7 +127,6 @@ def rows_of(
     """
     save_study(directory, study)
     generator, rows = np.random.default_rng(0), []
-    tokens_D = np.array(TOKENS, dtype=float)
     for run in study.trained:
         for model in study.models_of(run):
             row: dict[str, Any] = {
@@ -130,12 +139,7 @@ def rows_of(
             }
             for spec in specs_of(study, run, model):
                 size = (cost or {}).get(spec, 1.0) * error(run, model) * loss(run, model)
-                losses = per_document(loss(run, model), size, 1.1 * size)
-                normal_D = generator.normal(size=len(TOKENS))
-                centred_D = normal_D - (normal_D * tokens_D).sum() / tokens_D.sum()
-                shift_D = noise * size * tokens_D * centred_D
-                for key in ("nll_quantized", "kl"):
-                    losses[key] = list(np.array(losses[key]) + shift_D)
+                losses = noisy_losses(generator, loss(run, model), size, noise)
                 result = result_of(directory / hf_directory(run.name, model), spec, losses)
                 write_result(directory / quantization_result(run.name, model, spec), result)
                 for figure, (low, high) in result["measured"]["intervals"].items():
@@ -152,6 +156,48 @@ def rows_of(
                 row |= {"curvature/lambda_max_converged": True}
             rows.append(row)
     return rows
+
+
+def noisy_losses(
+    generator: np.random.Generator, loss: float, increase: float, noise: float
+) -> dict[str, list]:
+    """Sums of documents of a model, whose increase differs by document by a share of it."""
+    tokens_D = np.array(TOKENS, dtype=float)
+    losses = per_document(loss, increase, 1.1 * increase)
+    normal_D = generator.normal(size=len(TOKENS))
+    centred_D = normal_D - (normal_D * tokens_D).sum() / tokens_D.sum()
+    shift_D = noise * increase * tokens_D * centred_D
+    for key in ("nll_quantized", "kl"):
+        losses[key] = list(np.array(losses[key]) + shift_D)
+    return losses
+
+
+def plant(
+    directory: Path,
+    study: Study,
+    error: Callable[[ReleasedRun, ReleasedRevision], float],
+    *,
+    loss: Callable[[ReleasedRun, ReleasedRevision], float] = lambda run, revision: 4.0,
+    noise: float = 0.02,
+) -> list[Row]:
+    """Writes the results of every revision of released models as if they were downloaded and
+    quantized, with these relative errors, and returns the rows that are collected.
+    """
+    save_study(directory, study)
+    generator = np.random.default_rng(0)
+    for run in study.runs:
+        assert isinstance(run, ReleasedRun)
+        for revision in run.revisions:
+            model, nll = released_model(revision), loss(run, revision)
+            record = directory / model_record(run.name, model)
+            record.parent.mkdir(parents=True)
+            record.touch()
+            for spec in study.quantization.specs:
+                increase = COST.get(spec, 1.0) * error(run, revision) * nll
+                losses = noisy_losses(generator, nll, increase, noise)
+                result = result_of(record.parent, spec, losses)
+                write_result(directory / quantization_result(run.name, model, spec), result)
+    return collect_rows(directory, study).rows
 
 
 def diverge(directory: Path, run: RunConfig) -> None:

@@ -108,7 +108,7 @@ def test_averages_keep_their_dashes_beside_controls(charts):
     (scale,) = (each for each in compiled["scales"] if each["name"] == "strokeDash")
     dashes = dict(zip(scale["domain"], scale["range"], strict=True))
     looks = charts.canvas.runs.looks.values()
-    assert dashes == {look.label: DASHED if look.is_control else SOLID for look in looks}
+    assert dashes == {look.label: DASHED if look.is_dashed else SOLID for look in looks}
 
 
 def test_models_of_the_averages_look_alike_where_a_panel_lacks_one(tmp_path):

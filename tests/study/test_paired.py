@@ -166,7 +166,9 @@ def test_an_estimate_over_few_documents_is_refused(study_dir, study):
 
 def test_released_checkpoints_lie_under_the_names_of_their_revisions(tmp_path, study):
     revisions = [ReleasedRevision(name=f"stage1-step{step}", step=step) for step in (1000, 2000)]
-    run = ReleasedRun(name="stage1", source="someone/model", revisions=tuple(revisions))
+    run = ReleasedRun(
+        name="stage1", model="model", source="someone/model", revisions=tuple(revisions)
+    )
     save_study(
         tmp_path,
         study.model_copy(update={"runs": (run,), "labels": {}, "soups": (), "averaged_steps": ()}),

@@ -51,13 +51,16 @@ def model_files(seed: int) -> dict[str, bytes]:
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves `revisions`; `got` lists the (revision, file) whose bytes were asked for."""
+    """Serves `revisions`, and `others` of further repositories; `got` lists the (revision, file)
+    whose bytes were asked for.
+    """
 
     daemon_threads = True
 
     def __init__(self, revisions: dict[str, dict[str, bytes]], repo: str = REPO) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repo, self.revisions = repo, revisions
+        self.others: dict[str, dict[str, dict[str, bytes]]] = {}
         self.got: list[tuple[str, str]] = []
         self.stalled: str | None = None  # file of which only a half arrives
         self.reached_stall, self.let_go = threading.Event(), threading.Event()
@@ -108,32 +111,34 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         hub, path = self.server, urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
-        by_commit = {hub.commit(name): name for name in hub.revisions}
-        if path == f"/api/models/{hub.repo}/refs":
+        repo = next((other for other in hub.others if f"/{other}/" in path), hub.repo)
+        revisions = hub.others.get(repo, hub.revisions)
+        by_commit = {hub.commit(name): name for name in revisions}
+        if path == f"/api/models/{repo}/refs":
             branches = [
                 {"name": n, "ref": f"refs/heads/{n}", "targetCommit": hub.commit(n)}
-                for n in hub.revisions
+                for n in revisions
             ]
             self._json({"branches": branches, "converts": [], "tags": []})
-        elif path.startswith(f"/api/models/{hub.repo}/revision/"):
+        elif path.startswith(f"/api/models/{repo}/revision/"):
             revision = path.rpartition("/")[2]
-            if revision not in hub.revisions:
+            if revision not in revisions:
                 return self._error("RevisionNotFound")
-            files = [_sibling(name, content) for name, content in hub.revisions[revision].items()]
-            self._json({"id": hub.repo, "sha": hub.commit(revision), "siblings": files})
-        elif path.startswith(f"/api/models/{hub.repo}/tree/"):
+            files = [_sibling(name, content) for name, content in revisions[revision].items()]
+            self._json({"id": repo, "sha": hub.commit(revision), "siblings": files})
+        elif path.startswith(f"/api/models/{repo}/tree/"):
             revision = by_commit[path.rpartition("/")[2]]
-            self._json([_entry(name, data) for name, data in hub.revisions[revision].items()])
-        elif path.startswith(f"/{hub.repo}/resolve/"):
-            commit, _, name = path.removeprefix(f"/{hub.repo}/resolve/").partition("/")
-            self._file(by_commit[commit], name)
+            self._json([_entry(name, data) for name, data in revisions[revision].items()])
+        elif path.startswith(f"/{repo}/resolve/"):
+            commit, _, name = path.removeprefix(f"/{repo}/resolve/").partition("/")
+            self._file(revisions[by_commit[commit]], by_commit[commit], name)
         else:
             self._error("RepoNotFound")
         return None
 
-    def _file(self, revision: str, name: str) -> None:
+    def _file(self, files: dict[str, bytes], revision: str, name: str) -> None:
         hub = self.server
-        content = hub.revisions[revision][name]
+        content = files[name]
         self.send_response(200)
         self.send_header("X-Repo-Commit", hub.commit(revision))
         self.send_header("ETag", f'"{_etag(name, content)}"')

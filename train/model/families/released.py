@@ -96,11 +96,13 @@ class Trajectory(Frozen):
     Attributes:
         repo: of the hub, or how its repositories are called.
         stages: in the order of training.
+        part_of: repository of the model that it became, if another; the tokenizer is there.
         pattern: regular expression of its repositories; None: there is that one.
     """
 
     repo: str
     stages: tuple[Stage, ...]
+    part_of: str | None = None
     pattern: str | None = None
 
 

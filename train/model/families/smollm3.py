@@ -67,9 +67,10 @@ def _smollm3() -> tuple[Trajectory, Trajectory]:
     merge = averaged(
         "main", ("0.9 of it-soup-APO", "0.1 of it-mid-training"), "arXiv 2510.06213, section 3.2"
     )
+    final = "HuggingFaceTB/SmolLM3-3B"
     return (  # the checkpoints have no main, which is a repository of its own
-        Trajectory(repo="HuggingFaceTB/SmolLM3-3B-checkpoints", stages=tuple(stages)),
-        Trajectory(repo="HuggingFaceTB/SmolLM3-3B", stages=(merge,)),
+        Trajectory(repo=f"{final}-checkpoints", stages=tuple(stages), part_of=final),
+        Trajectory(repo=final, stages=(merge,)),
     )
 
 
