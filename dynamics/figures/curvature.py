@@ -4,7 +4,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from dynamics.figures.quantization import BEFORE_ANNEAL, DIVERGENCE_AXIS
+from dynamics.figures.losses import BEFORE_ANNEAL
+from dynamics.figures.quantization import DIVERGENCE_AXIS, ERROR_AXIS
 from dynamics.mechanism.checkpoints import CheckpointRow, checkpoints, divergence_of, loss_of
 from dynamics.mechanism.correlation import given_loss_and_tokens
 from dynamics.mechanism.formula import (
@@ -21,6 +22,7 @@ from study.figures.charts import NATS, Chart, Quantity, Rows, columns_of, diagon
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.curvature import CONVERGED, RELATIVE, TOP, TRACE
 from study.measurements.kind import Column
+from study.measurements.quantization import RELATIVE_ERROR
 from study.measurements.titles import spec_title
 from study.results.averages import lowest_spec
 
@@ -31,20 +33,22 @@ SOLVER = "solver"  # whether it converged
 @figure(
     "curvature",
     "Trace of the Hessian of the held-out loss and, where it is measured, its largest eigenvalue"
-    " on a fixed batch. Bars of the trace are 95% intervals over pairs of a microbatch and a"
-    " probe. All checkpoints share the pairs, so differences between them are known far better."
-    " Bars of the eigenvalue are the residual of the solver: the value is that of the batch, and"
-    " has no sampling error; open marks did not converge. Both are per squared unit of the"
+    " on a fixed batch; beside them the relative error of the loss at the fewest bits. Bars of the"
+    " trace are 95% intervals over pairs of a microbatch and a probe. All checkpoints share the"
+    " pairs, so differences between them are known far better. Bars of the eigenvalue are the"
+    " residual of the solver: the value is that of the batch, and has no sampling error; open marks"
+    " did not converge. Both are per squared unit of the"
     " parameters, whose scale differs between the runs: neither alone says what a step of the"
     " quantizer costs.",
     lambda study: study.curvature is not None,
 )
 def curvature(canvas: Canvas) -> Drawn | None:
-    """Draw the trace, and the eigenvalue if the study measures it."""
+    """Draw the trace, the eigenvalue if the study measures it, and the error."""
     settings = canvas.study.curvature
     assert settings
     shown = {"Trace of the Hessian": TRACE}
     shown |= {"Largest eigenvalue of the Hessian": TOP} if settings.lambda_max else {}
+    columns = len(shown) + 1
     panels: list[tuple[Rows, Chart]] = []
     for title, column in shown.items():
         quantity = Quantity(title, f"{UNIT}^2", written=f"{UNIT}\N{SUPERSCRIPT TWO}")
@@ -57,8 +61,16 @@ def curvature(canvas: Canvas) -> Drawn | None:
             rows = [row | {SOLVER: solvers[row["run"], row["step"]]} for row in rows]
             open_where = f"datum.{SOLVER} !== 'converged'"
         y = quantity.logarithmic_for(rows)
-        panels.append((rows, canvas.curves(rows, y, len(shown), open_where=open_where)))
-    return drawn(panels, 2, canvas.rates)
+        panels.append((rows, canvas.curves(rows, y, columns, open_where=open_where)))
+    if panels:
+        panels += _errors(canvas, columns)
+    return drawn(panels, columns, canvas.rates)
+
+
+def _errors(canvas: Canvas, columns: int) -> list[tuple[Rows, Chart]]:
+    spec = lowest_spec(canvas.study)
+    rows = canvas.along(ERROR_AXIS, RELATIVE_ERROR.of(spec), spec_title(spec))
+    return [(rows, canvas.curves(rows, ERROR_AXIS, columns))] if rows else []
 
 
 def _solvers(canvas: Canvas) -> dict[tuple[str, int], str]:

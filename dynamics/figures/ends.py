@@ -89,6 +89,7 @@ def _place(canvas: Canvas, varied: Varied) -> tuple[Quantity | Chart, dict[str, 
         f"{canvas.tokens.unit} tokens" if is_tokens else varied.unit,
         is_log=varied.scale == "log",
         ticks=ticks if len(ticks) <= MOST_TICKS else (),
+        digits=3 if is_tokens else Quantity.digits,
     )
     return quantity, places
 

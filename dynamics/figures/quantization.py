@@ -2,16 +2,13 @@
 
 from dataclasses import replace
 
-from quant_eval.specs import parse_spec
-from study.figures.canvas import WEIGHTS, Canvas, described, interval_of
+from study.figures.canvas import Canvas
 from study.figures.charts import (
-    LINE,
     NATS,
     Chart,
     Quantity,
     Rows,
     columns_of,
-    data,
     level,
     marks,
     panel,
@@ -19,10 +16,7 @@ from study.figures.charts import (
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.kind import Column
 from study.measurements.quantization import (
-    CROSS_ENTROPY,
     DIVERGENCE,
-    LOSS_INCREASE,
-    QUANTIZED_LOSS,
     RELATIVE_ERROR,
 )
 from study.measurements.tasks import DEGRADATION
@@ -77,77 +71,6 @@ def quantization_error(canvas: Canvas) -> Drawn | None:
 def methods_along_training(canvas: Canvas) -> Drawn | None:
     """Draw the divergence of every checkpoint by each further method."""
     return _along(canvas, DIVERGENCE, canvas.study.quantization.along)
-
-
-LOSS = Quantity("held-out loss", NATS)
-FIRST_SHARE = 0.08  # of training, whose losses are far above the others
-
-
-@figure(
-    "validation_loss",
-    "Held-out loss in full precision against training tokens; markers are checkpoints.",
-    lambda study: bool(study.trained),
-)
-def validation_loss(canvas: Canvas) -> Drawn | None:
-    """Draw the losses of metrics.jsonl, and those of the checkpoints."""
-    runs = [run.name for run in canvas.study.trained]
-    during = canvas.during(LOSS, "held_out_loss", "", runs, series="during training")
-    saved = canvas.along(LOSS, "held_out_loss", "", series="checkpoint")
-    first = FIRST_SHARE * canvas.most_tokens
-    y = LOSS.near([row for row in (*during, *saved) if row["tokens"] >= first])
-    axes = {"x": canvas.tokens.encoding(), "y": y.encoding(), "color": canvas.runs.colour}
-    curve = data(during, mark=LINE | {"strokeWidth": 1.2}, encoding=axes)
-    points = marks(saved, canvas.runs, canvas.tokens, y, has_line=False)
-    return drawn([([*during, *saved], canvas.panel([curve, points], "", 1))], 1, canvas.rates)
-
-
-BEFORE, AFTER = Quantity("full-precision loss", NATS), Quantity("quantized loss", NATS)
-INCREASE = Quantity("quantized - full-precision loss", NATS)
-BEFORE_ANNEAL = ["warmup", "stable"]  # phases of runs trained here; released ones name their own
-LATE_SHARE = 0.5  # of training: the first half loses most of its loss, and would hide the rest
-
-
-@figure(
-    "full_against_quantized",
-    "What quantization adds to the loss, against the loss before it: a point per checkpoint of the"
-    " second half of training, large points in the anneal. Bars are intervals. Training moves to"
-    " the left.",
-)
-def full_against_quantized(canvas: Canvas) -> Drawn | None:
-    """Draw a panel per spec, the most bits first."""
-    specs = sorted(canvas.study.quantization.specs, key=lambda spec: -parse_spec(spec).bits)
-    columns = columns_of(len(specs))
-    panels = [
-        (rows, _panel(canvas, rows, columns))
-        for spec in specs
-        if (rows := _rows_of_loss(canvas, spec))
-    ]
-    return drawn(panels, columns)
-
-
-def _rows_of_loss(canvas: Canvas, spec: str) -> Rows:
-    loss, increase = CROSS_ENTROPY.of(spec), LOSS_INCREASE.of(spec)
-    rows = []
-    for run, look in canvas.runs.looks.items():
-        for row in canvas.rows_of(run, loss):
-            values = BEFORE.values(row[loss]) | AFTER.values(row[QUANTIZED_LOSS.of(spec)])
-            values |= INCREASE.values(row[increase], interval_of(row, increase))
-            rows.append(described(row, spec_title(spec), look, series=WEIGHTS) | values)
-    return rows
-
-
-def _panel(canvas: Canvas, rows: Rows, columns: int) -> Chart:
-    most = max(row["tokens"] for row in rows)
-    # The high losses of the first steps would take most of the axis.
-    last = [row for row in rows if row["tokens"] >= LATE_SHARE * most]
-    x, y = BEFORE.near(last), INCREASE.logarithmic_for(last)
-    early = {"field": "phase", "oneOf": BEFORE_ANNEAL}
-    sizes = {"size": {"condition": {"test": early, "value": 15}, "value": 45}}
-    # Lines follow training: losses go up and down and would be sorted otherwise.
-    by_step = {"order": {"field": "step", "type": "quantitative"}}
-    values = marks(last, canvas.runs, x, y, points=sizes, lines=by_step, match="step")
-    zero = [] if y.is_log else [level(0.0)]
-    return panel([*zero, values], rows[0]["panel"], columns)
 
 
 ROW_PIXELS = 46

@@ -1,6 +1,7 @@
 """The demo: the OLMo2-7B learning-rate ablation in small, on text that every machine has."""
 
 from curvature.settings import PlaneSettings, PredictionSettings
+from dynamics.recipes import captions
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
@@ -116,6 +117,7 @@ def tiny(*, smoke: bool = False) -> Study:
         ),
         step=PredictionSettings(microbatches=2 if smoke else 8),
         slice=PlaneSettings(grid=5 if smoke else 9, sequences=4 if smoke else 8),
+        captions=captions.of_peaks("with 0.2M parameters and 1M tokens"),
         averaged_steps=saves[-1:],
         soups=(SoupSettings(name="soup-anneal", steps=saves),) if smoke else (),
     )

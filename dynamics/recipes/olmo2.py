@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from curvature.settings import PlaneSettings, PredictionSettings
+from dynamics.recipes import captions
 from dynamics.recipes.web import (
     WEB_CURVATURE,
     WEB_QUANTIZATION,
@@ -51,6 +52,10 @@ SOURCES = (
     (
         "quantization: arXiv 2510.06213, section 5.1, figure 23, appendices A, D; "
         "aldakata/TrainingDynamicsQuantizationRobustness, gptqmodel_quantize.py"
+    ),
+    (
+        "tokens before the anneal: 302e9, as Ai2's scripts have it; arXiv 2501.00656 has 300e9, and"
+        " arXiv 2510.06213 250e9 in appendix E.4 and 300e9 in section 5.1 and the workshop version"
     ),
 )
 # Tokens of the 7B ablation. Ai2's scripts leave the long cosine at step 72,000 and count anneals in
@@ -240,10 +245,10 @@ def olmo2_7b_lr(*, smoke: bool = False) -> Study:
     checkpoints are is this project's choice. Downstream tasks are those of arXiv 2510.06213.
     """
     if smoke:
-        return small()
+        return small(captions=captions.of_peaks())
     drawn = {"dtype", "calibration_sequences"}
     tasks = TasksSettings(specs=WEB_SPECS, **WEB_QUANTIZATION.model_dump(include=drawn))
-    return _olmo2_7b(HORIZON, tasks=tasks)
+    return _olmo2_7b(HORIZON, tasks=tasks, captions=captions.of_peaks())
 
 
 @recipe
@@ -253,7 +258,8 @@ def olmo2_7b_lr_cosine300b(*, smoke: bool = False) -> Study:
     So reads the workshop version of arXiv 2510.06213 ("300B tokens with cosine decay"), which is
     not what Ai2 ran.
     """
-    return small(horizon=SHORT_HORIZON) if smoke else _olmo2_7b(SHORT_HORIZON)
+    make = small if smoke else _olmo2_7b
+    return make(horizon=SHORT_HORIZON, captions=captions.COSINE_300B)
 
 
 # A file of 10 billion tokens in 14 files: four times what a run of the 30M reads, without OLMo-mix
@@ -277,8 +283,9 @@ def olmo2_1b_lr(*, smoke: bool = False) -> Study:
     of the released model (configs/official-0425/OLMo2-1B-stage1.yaml); the others are the multiples
     of the 7B's ablation.
     """
+    in_small = captions.of_peaks("at a fifth of the tokens with 1B parameters")
     if smoke:
-        return small()
+        return small(captions=in_small)
     return ablation(
         (4e-4, 8e-4, 1.2e-3, 1.6e-3),
         {"batch_size": 512, "model": OLMO2_1B, "micro_batch_size": 4},
@@ -287,6 +294,7 @@ def olmo2_1b_lr(*, smoke: bool = False) -> Study:
         curvature=CURVATURE.model_copy(update={"dtype": "bf16"}),
         step=STEP,
         slice=WEB_SLICE,
+        captions=in_small,
     )
 
 
@@ -297,8 +305,9 @@ def olmo2_190m_lr(*, smoke: bool = False) -> Study:
     The model is the 190M of OLMo-core's ladder. Its batch of 1,048,576 tokens and its peaks are
     this project's choice.
     """
+    in_small = captions.of_peaks("at a 25th of the tokens with 190M parameters")
     if smoke:
-        return small()
+        return small(captions=in_small)
     return ablation(
         (1e-3, 2e-3, 3e-3, 4e-3),
         {"batch_size": 256, "model": OLMO2_190M, "micro_batch_size": 16},
@@ -307,6 +316,7 @@ def olmo2_190m_lr(*, smoke: bool = False) -> Study:
         curvature=CURVATURE,
         step=STEP,
         slice=WEB_SLICE,
+        captions=in_small,
     )
 
 
@@ -319,8 +329,9 @@ def olmo2_30m_lr(*, smoke: bool = False) -> Study:
     3.4M. Peaks, batch, context, text and what is measured are this project's choice, made for the
     hour: less text and fewer methods than the larger sizes.
     """
+    in_small = captions.of_peaks("at a 2,000th of the tokens with 30M parameters")
     if smoke:
-        return small(anneals=(SHORT_ANNEAL,))
+        return small(captions=in_small, anneals=(SHORT_ANNEAL,))
     of_runs = {
         "sequence_length": 2048,
         "held_out_sequences": 64,
@@ -351,4 +362,5 @@ def olmo2_30m_lr(*, smoke: bool = False) -> Study:
         curvature=WEB_CURVATURE.model_copy(update=fewer),
         step=PredictionSettings(microbatches=16, microbatch_sequences=1),
         slice=PlaneSettings(grid=11, sequences=8),
+        captions=in_small,
     )

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
+from dynamics.recipes import captions
 from dynamics.recipes.web import (
     WEB_CURVATURE,
     WEB_QUANTIZATION,
@@ -61,8 +62,10 @@ END, SMALL_END = 190_000, 80
 # landscape is spanned by 188,000 and 190,000.
 STABLE_EVERY, COOLDOWN_EVERY, SMALL_EVERY = 10_000, 2_000, 40
 # The rates in the figure of the sweep fall from 80e9 to 100e9 tokens, over one part in five.
-# Appendix C has "1900 steps (10% of total)", which no figure has.
 COOLDOWN_SHARE = 5
+APPENDIX = (
+    'appendix C of the paper has "1900 steps (10% of total)", which none of its figures shows'
+)
 TEXT = web_text(
     "EleutherAI/gpt-neox-20b",
     TokenFile(name="fineweb-edu-100bt", dataset="HuggingFaceFW/fineweb-edu", config="sample-100BT"),
@@ -182,11 +185,14 @@ def whole(
     return run(name, saves=saves, smoke=smoke, **settings)
 
 
-def measured(runs: Iterable[RunConfig], smoke: bool, **settings: Any) -> Study:
-    """Return the study of runs with what all these recipes measure."""
+def measured(runs: Iterable[RunConfig], smoke: bool, *followed: str, **settings: Any) -> Study:
+    """Return the study of runs with what all these recipes measure.
+
+    `followed` says what is this project's choice, and which of several versions is followed.
+    """
     return study(
         lean(with_controls(list(runs)), settings.get("averaged_steps", ())),
-        sources=SOURCES,
+        sources=(*SOURCES, *followed),
         ranks=2 if smoke else 8,
         sized_for="cpu" if smoke else "cuda",
         text=SMALL_TEXT if smoke else TEXT,
@@ -202,7 +208,12 @@ def pythia_160m_lr(*, smoke: bool = False) -> Study:
     arXiv 2510.06213, section 5.1. The rates fall over the last fifth, as its figure has them.
     """
     peaks = (3e-3, 1e-2) if smoke else (3e-4, 1e-3, 3e-3, 1e-2)
-    return measured(sweep(partial(whole, smoke=smoke), peak_lr=peaks), smoke)
+    return measured(
+        sweep(partial(whole, smoke=smoke), peak_lr=peaks),
+        smoke,
+        f"cooldown: from 80e9 to 100e9 tokens, as in the authors' figure of the sweep; {APPENDIX}",
+        captions=captions.SWEEP,
+    )
 
 
 @recipe
@@ -220,6 +231,9 @@ def pythia_160m_schedules(*, smoke: bool = False) -> Study:
             for kind in ("cosine", "wsd")
         ],
         smoke,
+        "ours: the peaks, the cosine's floor, the cooldown as in the learning-rate sweep;"
+        f" {APPENDIX}",
+        captions=captions.SCHEDULES,
     )
 
 
@@ -233,7 +247,15 @@ def pythia_160m_weight_decay(*, smoke: bool = False) -> Study:
     published, these are this project's. The cooldown is that of the learning-rate sweep.
     """
     decays = (0.1, 1.0) if smoke else (0.01, 0.03, 0.1, 0.3, 1.0)
-    return measured(sweep(partial(whole, smoke=smoke), weight_decay=decays), smoke)
+    return measured(
+        sweep(partial(whole, smoke=smoke), weight_decay=decays),
+        smoke,
+        "weight decay: the paper's is decoupled (Schaipp 2024), it sweeps the product of the"
+        f" learning rate and the weight decay: {PEAK:g} x the values here",
+        f"ours: the values but for the default 0.1, the cooldown as in the learning-rate sweep;"
+        f" {APPENDIX}",
+        captions=captions.WEIGHT_DECAYS,
+    )
 
 
 @recipe
@@ -244,7 +266,13 @@ def pythia_160m_decay(*, smoke: bool = False) -> Study:
     the square of the learning rate. Peak, weight decay and cooldown are those of the learning-rate
     sweep.
     """
-    return measured(sweep(partial(whole, smoke=smoke), decay=("adamw", "adamc")), smoke)
+    return measured(
+        sweep(partial(whole, smoke=smoke), decay=("adamw", "adamc")),
+        smoke,
+        "AdamC: arXiv 2506.02285",
+        f"ours: the peak, the weight decay, the cooldown as in the learning-rate sweep; {APPENDIX}",
+        captions=captions.DECAY_RULES,
+    )
 
 
 # landscape.py lists checkpoints from 4,000 to 20,000, from 38,000 to 54,000 and so on. The rates in
@@ -258,6 +286,8 @@ LAWA_ENDS, LAWA_COOLDOWN = (78_000, 118_000, 158_000, END), END // COOLDOWN_SHAR
 # The curve of averages begins at 8.4e9 tokens and has some thirty points.
 AVERAGED_FROM, AVERAGED_EVERY = 16_000, 8_000
 SMALL_ENDS, SMALL_COOLDOWN = (SMALL_END // 2, SMALL_END), 8
+STABLE = "stable"  # the run that cooldowns leave
+CONSTANT = {STABLE: "constant rate"}  # its label
 
 
 def budget_name(schedule: str, end: int, smoke: bool) -> str:
@@ -282,7 +312,7 @@ def cooldowns(
     starts = [end - length for end in ends]
     # Starts, from which cooldowns branch, and ends, at which they are compared with controls.
     saves = {*stable_saves(ends[-1], smoke, every), *starts, *ends}
-    stable = run("stable", saves=tuple(sorted(saves)), smoke=smoke, averages=averages, **settings)
+    stable = run(STABLE, saves=tuple(sorted(saves)), smoke=smoke, averages=averages, **settings)
     runs = [stable]
     for start, end in zip(starts, ends, strict=True):
         save_steps = cooldown_saves(start, end, smoke)
@@ -298,10 +328,18 @@ def pythia_160m_budgets(*, smoke: bool = False) -> Study:
     """Pythia-160M: one run at a constant rate, cooldowns at six budgets from 10B to 100B tokens.
 
     arXiv 2510.06213, section 4.1. Every cooldown takes 18,000 steps, so that budgets alone differ.
-    Ends and starts are those of landscape.py; the talk of the paper names other budgets.
+    Ends and starts are those of landscape.py; the talk of the paper has other budgets.
     """
     ends, length = (SMALL_ENDS, SMALL_COOLDOWN) if smoke else (BUDGETS, COOLDOWN)
-    return measured(cooldowns(ends, length, smoke=smoke), smoke)
+    return measured(
+        cooldowns(ends, length, smoke=smoke),
+        smoke,
+        "budgets: the ends in landscape.py; the paper rounds them to 12, 28, 46, 64, 82 and 100e9"
+        " tokens, and its talk has 16, 33, 49, 65, 82 and 100e9",
+        f"cooldowns: 18,000 steps, as in landscape.py and the authors' figure; {APPENDIX}",
+        captions=captions.BUDGETS,
+        labels=CONSTANT,
+    )
 
 
 @recipe
@@ -319,7 +357,17 @@ def pythia_160m_lawa(*, smoke: bool = False) -> Study:
     first = SMALL_EVERY if smoke else AVERAGED_FROM
     # Only checkpoints from which on the figure of the paper has averages.
     averaged = tuple(step for step in runs[0].save_steps if step >= first)
-    return measured(runs, smoke, averaged_steps=averaged)
+    return measured(
+        runs,
+        smoke,
+        "LAWA: five weights 500 steps apart (appendix C)",
+        "cooldowns: of 20e9 tokens to 41, 62, 83 and 100e9, as in the authors' figure of LAWA;"
+        f" {APPENDIX}",
+        "ours: checkpoints, and so averages, 8,000 steps apart",
+        averaged_steps=averaged,
+        captions=captions.LAWA,
+        labels=CONSTANT,
+    )
 
 
 @recipe
@@ -340,4 +388,11 @@ def pythia_70m_kumar(*, smoke: bool = False) -> Study:
         )
         for end in ends
     ]
-    return measured([*cosines, *cooldowns(ends, length, **sizes)], smoke)
+    return measured(
+        [*cosines, *cooldowns(ends, length, **sizes)],
+        smoke,
+        "ours: the budgets, the peak, the cosine's floor, cooldowns of 18,000 steps as in the"
+        " paper's study of budgets",
+        captions=captions.KUMAR,
+        labels=CONSTANT,
+    )

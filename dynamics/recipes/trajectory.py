@@ -30,6 +30,7 @@ from ckpt_tools.released.trajectory import (
     say_left_out,
     sources_of,
 )
+from dynamics.recipes.captions import of_released
 from dynamics.recipes.olmo2 import TRACES
 from dynamics.recipes.web import WEB_QUANTIZATION, web_text
 from study.definition import Study
@@ -142,6 +143,7 @@ def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
         sized_for="any",
         text=web_text(final_repo(first.place)),
         runs=runs,
+        captions=of_released(released.family or first.place),
         quantization=SMALL_QUANTIZATION if smoke else QUANTIZATION,
         curvature=_curvature(first, smoke=smoke),
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from base.grouping import grouped
 from ckpt_tools.hf.measured import Read
 from ckpt_tools.hf.results import read_result
 from study.axes import AnyRun
@@ -186,9 +187,11 @@ class Canvas:
 
     def curves(self, rows: Rows, quantity: Quantity, columns: int, **more: Any) -> Chart:
         """Return the panel of rows of `along`, named as they are; `more` is of the marks."""
-        own_lines = more.get("lines", {})
+        # Lines of averages have dashes of their own, and link nothing: weights are solid there.
+        dash = {} if "strokeDash" in more.get("lines", {}) else self.runs.dash
+        weights = [row for row in rows if row["series"] == WEIGHTS]
         layers = [
-            *self._links(rows, quantity, has_dashes="strokeDash" not in own_lines),
+            *self.links(weights, self.tokens, quantity, dash),
             marks(rows, self.runs, self.tokens, quantity, **more),
         ]
         return self.panel(layers, rows[0]["panel"], columns)
@@ -199,38 +202,45 @@ class Canvas:
         chart = panel([values, *self._rate_lines()], title, columns)
         return chart | {"resolve": {"scale": {"y": "independent"}}}
 
-    def _links(self, rows: Rows, quantity: Quantity, *, has_dashes: bool = True) -> list[Chart]:
-        """Lines from the checkpoints that branches start from to their own first ones.
+    def links(self, rows: Rows, x: Quantity, y: Quantity, dash: Chart) -> list[Chart]:
+        """Return lines from the checkpoints that branches start from to their own first ones.
 
-        Without dashes where these mean something else than the run: a figure has one scale of them.
+        Each series of a branch is linked to the same of its parent. `dash` is the encoding of
+        dashes, which a figure has one scale of; empty: the lines are solid.
         """
-        weights = [row for row in rows if row["series"] == WEIGHTS]
-        looks, ends = self.runs.looks, Rows()
+        by_place = grouped(rows, lambda row: (row["run"], row["step"], row["series"]))
+        own = grouped(rows, lambda row: (row["run"], row["series"]))
+        # Replicates have one place along training, not on other axes.
+        match = x.field if x is self.tokens else "tokens"
+        ends = Rows()
         for run in self.study.runs:
-            before = self._origin(run)
+            before = self.origin(run)
             if before is None:
                 continue
-            label, (parent, step) = looks[run.name].label, before
-            at_start = (looks[parent.name].label, step)
-            starts = [row for row in weights if (row["run"], row["step"]) == at_start]
-            of_branch = [row for row in weights if row["run"] == label]
-            if not starts or not of_branch:
-                continue
-            # From the checkpoint in the parent to the first one of the branch itself.
-            for row in (*starts, of_branch[0]):
-                axes = (self.tokens.field, quantity.label)
-                ends.append({"run": label} | {axis: row[axis] for axis in axes})
-        encoding = {"x": self.tokens.encoding(), "y": quantity.encoding()}
-        encoding |= {"color": self.runs.colour}
-        encoding |= {"strokeDash": self.runs.dash} if self.runs.dash and has_dashes else {}
-        replicates = replicates_of(ends, self.runs, self.tokens.field)
+            label, (parent, step) = self.runs.looks[run.name].label, before
+            parent_label = self.runs.looks[parent.name].label
+            for series in dict.fromkeys(row["series"] for row in rows):
+                starts = by_place.get((parent_label, step, series), [])
+                # From the checkpoint in the parent to the first one of the branch itself.
+                first = own.get((label, series), [])[:1]
+                if starts and first:
+                    kept = dict.fromkeys((x.field, y.label, "series", match))
+                    ends += [
+                        {"run": label} | {name: row[name] for name in kept}
+                        for row in (*starts, *first)
+                    ]
+        if not ends:
+            return []
+        axes = {"x": x.encoding(), "y": y.encoding(), "color": self.runs.colour}
+        axes |= {"strokeDash": dash} if dash else {}
+        replicates = replicates_of(ends, self.runs, match)
         if len(replicates) == len(ends):
-            return [line(ends, self.runs, encoding)] if ends else []
-        means = means_of(replicates, self.runs, self.tokens, quantity)
-        of_band = {"color": self.runs.colour} | band_of(self.tokens, quantity)
-        return [data(means, mark=BAND, encoding=of_band), line(means, self.runs, encoding)]
+            return [line(ends, self.runs, axes)]
+        means = means_of(replicates, self.runs, x, y)
+        band = {"color": self.runs.colour} | band_of(x, y)
+        return [data(means, mark=BAND, encoding=band), line(means, self.runs, axes)]
 
-    def _origin(self, run: AnyRun) -> tuple[AnyRun, int | None] | None:
+    def origin(self, run: AnyRun) -> tuple[AnyRun, int | None] | None:
         """Return the run and step whose weights a branch or a stage starts from."""
         if isinstance(run, RunConfig):
             return (self.study.parent_of(run), run.branch_from.step) if run.branch_from else None
@@ -269,8 +279,10 @@ class Canvas:
             "scale": {"domain": [0, 1.06], "nice": False},
             "axis": {"orient": "right", "grid": False} | colours,
         }
-        is_own = any(row["run"] for row in self.rates)
-        colour = self.runs.colour if is_own else {"value": GREY}
+        colour: Chart = {"value": GREY}
+        if any(row["run"] for row in self.rates):
+            # The scale of the runs has no colour for a curve of none.
+            colour = self.runs.colour | {"condition": {"test": "!datum.run", "value": GREY}}
         mark = {"type": "line", "strokeDash": [1, 2], "strokeWidth": 1.2}
         detail = {"field": CURVE, "type": "nominal"}  # several may belong to no run
         axes = {"x": self.tokens.encoding(), "y": y, "color": colour, "detail": detail}

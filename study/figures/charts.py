@@ -50,6 +50,7 @@ class Quantity:
         domain: ends of the axis; None: as the values have it.
         ticks: the only values with a label; empty: as Vega has it.
         in_order: names of places after the end of the domain, of rows that have no value there.
+        digits: of the labels.
     """
 
     title: str
@@ -61,6 +62,7 @@ class Quantity:
     domain: Span | None = None
     ticks: tuple[float, ...] = ()
     in_order: tuple[str, ...] = ()
+    digits: int = 6
 
     @property
     def label(self) -> str:
@@ -104,7 +106,7 @@ class Quantity:
         scale: Chart = {"type": "log"} if self.is_log else {"zero": self.holds_zero}
         scale |= {"domain": list(self.domain), "nice": False} if self.domain else {}
         scale |= {"padding": 12, "nice": False} if self.is_log and not self.domain else {}
-        axis: Chart = {"format": ".4~%" if self.is_percent else ".6~g"}
+        axis: Chart = {"format": ".4~%" if self.is_percent else f".{self.digits}~g"}
         axis |= {"values": list(self.ticks)} if self.ticks else {"tickCount": 6}
         encoding = {"field": field or self.label, "type": "quantitative"}
         return encoding | {"title": self.written or self.label, "scale": scale, "axis": axis}
@@ -326,10 +328,14 @@ def level(at: float, channel: str = "y", **style: Any) -> Chart:
 
 
 def diagonal(x: Quantity, y: Quantity) -> Chart:
-    """Return the line of equal values of two quantities over the domain that both have."""
+    """Return the line of equal values of two quantities over the domain that both have, named."""
     equal = [{x.label: end, y.label: end} for end in x.domain or ()]
+    line = DASHED | {"type": "line"}
+    # Below the line at its lower end: what quantization adds is above it.
+    text = {"type": "text", "text": "x = y", "align": "left", "dx": 26, "dy": -12}
     axes = {"x": x.encoding(), "y": y.encoding()}
-    return data(equal, mark=DASHED | {"type": "line"}, encoding=axes)
+    name = data(equal[:1], mark=text | {"color": DASHED["color"]}, encoding=axes)
+    return {"layer": [data(equal, mark=line, encoding=axes), name]}
 
 
 def ordered(x: Quantity, heading: str, height: int = HEIGHT) -> list[Chart]:
@@ -405,8 +411,8 @@ CONFIG: Chart = {
         "titleFontWeight": "normal",
         "labelFontSize": 11,
         "titleFontSize": 11,
-        "columns": 8,
         "labelLimit": 400,
+        "layout": {"top": {"anchor": "start", "direction": "vertical", "margin": 6}},
         "symbolOpacity": 1,
         "symbolSize": 60,
         # lines that are dashed would cut up the outline of the markers

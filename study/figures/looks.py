@@ -2,7 +2,8 @@
 
 The colours are a sequence that stays readable without colour vision and in grey. The runs are
 ordered by what the study varies, so are the colours. Runs that differ in their seed alone look the
-same. A control has the colour of what it is compared with, and dashed lines.
+same. A control has dashed lines and the colour of what it is compared with; it is black where that
+are several values.
 
 Several released models have a colour and a marker each, which all of their stages share. Runs that
 leave one stage together, such as those that a soup takes in, are thin; the soup is a star.
@@ -17,12 +18,14 @@ import matplotlib
 from matplotlib.colors import to_hex
 
 from base.grouping import grouped
-from study.axes import MODEL
+from study.axes import MODEL, Value
 from study.definition import Study
 from study.released import ReleasedRun
 from study.results.summary import in_order
 
 SOLID, DASHED = [1, 0], [5, 3]
+TRUNK = "#1c1c1c"  # of a run at a constant rate that runs of several values are compared with
+LEGEND_WIDTH, LABEL_WIDTH, LETTER_WIDTH = 640, 34, 6.4  # pixels
 SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
 STAR = "M0,-2L.46,-.62L1.9,-.62L.72,.24L1.18,1.62L0,.76L-1.18,1.62L-.72,.24L-1.9,-.62L-.46,-.62Z"
 SOUP = "soup: an average of weights"  # entry of the legend; no run has that label
@@ -51,6 +54,12 @@ class Look:
     is_thin: bool = False
 
 
+def _columns(labels: list[str]) -> int:
+    """Return how many labels are side by side above two panels: all, or in columns of one width."""
+    widths = [LABEL_WIDTH + LETTER_WIDTH * len(label) for label in labels]
+    return len(labels) if sum(widths) <= LEGEND_WIDTH else int(LEGEND_WIDTH // max(widths)) or 1
+
+
 @dataclass(frozen=True)
 class Runs:
     """The looks of the runs by name, the heading of their legend, and the field that names them."""
@@ -67,12 +76,14 @@ class Runs:
     def _encoding(self, values: list[Any], of_soups: Any) -> dict[str, Any]:
         has_soups = any(look.shape == STAR for look in self.looks.values())
         soups = {SOUP: of_soups} if has_soups else {}
-        labels = [look.label for look in self.looks.values()]
-        scale = {"domain": [*labels, *soups], "range": [*values, *soups.values()]}
+        names = [look.label for look in self.looks.values()]
+        scale = {"domain": [*names, *soups], "range": [*values, *soups.values()]}
         # the legend has each entry once, under the label of its first run
         entries = {looks[0].label: entry for entry, looks in self.groups.items()}
         entries |= dict.fromkeys(soups, SOUP)
-        legend = {"values": list(entries), "labelExpr": f"({json.dumps(entries)})[datum.label]"}
+        labels = f"({json.dumps(entries)})[datum.label]"
+        legend: dict[str, Any] = {"values": list(entries), "labelExpr": labels}
+        legend["columns"] = _columns(list(entries.values()))
         encoding = {"field": self.field, "type": "nominal", "title": self.heading, "scale": scale}
         # stated always: the dashes, which share it, have none
         return encoding | {"legend": legend}
@@ -156,6 +167,7 @@ def runs_of(study: Study) -> Runs:
             colour = colours(len(values))[values.index(varied.values.get(name))]
             shape = SHAPES[others.index(varied.groups.get(name, "")) % len(SHAPES)]
             looks[name] = replace(look, colour=colour, shape=shape)
+    looks |= {name: replace(looks[name], colour=TRUNK) for name in _trunks(study)}
     # Several models share a colour over their stages, which the legend does not name.
     heading = study.axes[0].name if study.axes[0].key == MODEL else study.heading
     return Runs(heading, looks)
@@ -172,3 +184,14 @@ def _released(look: Look, run: ReleasedRun, runs: Sequence[ReleasedRun]) -> Look
         return replace(look, shape=STAR if is_soup else look.shape, is_dashed=not is_soup)
     siblings = [each for each in runs if each.parent == run.parent]
     return replace(look, is_thin=run.parent is not None and len(siblings) > 1)
+
+
+def _trunks(study: Study) -> list[str]:
+    """Return the controls of runs with different values: they have the colour of none."""
+    values = study.varied.values if study.varied else {}
+    compared: dict[str, set[Value | None]] = {}
+    for run in study.runs:
+        control = study.control_of(run)
+        if control:
+            compared.setdefault(control.name, set()).add(values.get(run.name))
+    return [name for name, of_runs in compared.items() if len(of_runs) > 1]

@@ -17,10 +17,10 @@ from curvature.slices.figure import MARKERS
 from dynamics.figures.averages import averages
 from dynamics.figures.curvature import curvature
 from dynamics.figures.ends import ends
+from dynamics.figures.losses import full_against_quantized
 from dynamics.figures.quantization import (
     DIVERGENCE_AXIS,
     MEASURES,
-    full_against_quantized,
     kl_divergence,
     methods,
     tasks,
@@ -129,7 +129,9 @@ def test_a_branch_starts_at_its_parents_checkpoint(branched):
     study, rows, directory = branched
     canvas = Canvas(study, rows, directory)
     column = f"quant/{SPEC}/kl_divergence"
-    (link,) = canvas._links(canvas.along(DIVERGENCE_AXIS, column, ""), DIVERGENCE_AXIS)
+    (link,) = canvas.links(
+        canvas.along(DIVERGENCE_AXIS, column, ""), canvas.tokens, DIVERGENCE_AXIS, {}
+    )
     assert link["mark"]["type"] == "line"
     by_step = {(row["run"], row["step"]): row for row in rows}
     pairs: dict[str, list] = {}
@@ -261,10 +263,8 @@ def test_a_study_at_work_is_drawn_as_far_as_it_is(branched):
         for row in rows
     ]
     shown, empty = draw_all(Canvas(study, nothing, directory))
-    assert [figure.name for figure in shown] == ["validation_loss"], (
-        "whose data are those of training"
-    )
-    assert set(empty) == {figure.name for figure in figures_of(study)} - {"validation_loss"}
+    assert [figure.name for figure in shown] == ["losses"], "whose data are those of training"
+    assert set(empty) == {figure.name for figure in figures_of(study)} - {"losses"}
     assert set(empty) >= {"quantization_error", "kl_divergence", "ends", "curvature"}
     half = [row if row["run"] == "stable" else no for row, no in zip(rows, nothing, strict=True)]
     assert kl_divergence.draw(Canvas(study, half, directory)) is not None

@@ -18,7 +18,7 @@ from tests.study.synthetic import table_of, write_study
 from tests.study.varied import budgets
 
 NAMES = [
-    *("kl_divergence", "quantization_error", "ends", "validation_loss", "averages"),
+    *("kl_divergence", "quantization_error", "ends", "losses", "averages"),
     *("full_against_quantized", "curvature", "error_against_curvature"),
     *("methods", "blocks", "prediction"),
 ]

@@ -26,7 +26,7 @@ MODELS = {"weights", "LAWA"}
 # What the legend names instead of the groups of the runs, or beside them.
 OTHERS = {"anneal_against_control": {"annealed", "not annealed"}, "ends": {"annealed", "no anneal"}}
 DRAWN = {  # of the study below, with seeds and without
-    *("anneal_against_control", "kl_divergence", "quantization_error", "ends", "validation_loss"),
+    *("anneal_against_control", "kl_divergence", "quantization_error", "ends", "losses"),
     *("averages", "full_against_quantized", "curvature", "error_against_curvature", "blocks"),
     *("methods", "methods_along_training", "prediction"),
 }

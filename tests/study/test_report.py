@@ -287,7 +287,7 @@ def test_a_partial_table_gives_a_partial_report(collected_dir, study, monkeypatc
     assert f"nothing of it is measured yet: {missing}" in text
     files = {path.name for path in (collected_dir / "figures").iterdir()}
     names = (
-        *("ends", "quantization_error", "kl_divergence", "validation_loss", "averages"),
+        *("ends", "quantization_error", "kl_divergence", "losses", "averages"),
         *("methods", "full_against_quantized"),
     )
     assert files == {f"{name}.{kind}" for name in names for kind in ("png", "pdf", "csv")}

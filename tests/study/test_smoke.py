@@ -18,7 +18,7 @@ from tests.sealing import measured_in
 from tests.study.smoke import BEFORE_THE_KILL, LAST_CHECKPOINT, NAME, SAID, finish, kill, start
 
 FIGURES = {
-    *("quantization_error", "kl_divergence", "validation_loss", "averages", "methods"),
+    *("quantization_error", "kl_divergence", "losses", "averages", "methods"),
     *("methods_along_training", "blocks", "anneal_against_control", "error_against_curvature"),
     *("ends", "full_against_quantized", "curvature", "prediction", "slices"),
 }

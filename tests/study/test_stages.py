@@ -158,7 +158,7 @@ def test_figures_have_stages_after_each_other(joined, tmp_path):
     places = [row[canvas.tokens.label] for row in line]
     assert places == pytest.approx([step * PER_STEP / 1e6 for step in STEPS])
     assert {row["series"] for row in line} == {WEIGHTS}
-    (links,) = canvas._links(line, Quantity("error"))
+    (links,) = canvas.links(line, canvas.tokens, Quantity("error"), {})
     ends = [row[canvas.tokens.label] for row in links["data"]["values"]]
     assert ends == pytest.approx([320 * PER_STEP / 1e6, 340 * PER_STEP / 1e6])
     shares = [row[RATE] for row in canvas.rates]

@@ -111,6 +111,7 @@ def test_of_the_hub_a_line_per_stage_and_ingredient(capsys):
     assert stage1.revisions[2].tokens == 477_000 * 4_194_304
     assert lines(study)[1].revisions[-1].learning_rate == 0
     assert any("OLMo2-7B-stage1.yaml" in source for source in study.sources)
+    assert study.captions["quantization_error"] == "Figure 2 of arXiv:2510.06213"
 
 
 @pytest.mark.usefixtures("hub")

@@ -1,0 +1,89 @@
+"""Beginnings of captions: which figure of arXiv 2510.06213 a figure is, and what is ours.
+
+Numbers are those of the version for ICLR 2026. A figure whose number is not known is named by what
+it shows. A study has them by the names of its figures (`Study.captions`).
+"""
+
+import re
+
+PAPER = "arXiv:2510.06213"
+CURVATURE = {
+    "curvature": (
+        f"Figure 6 of {PAPER}, of the runs of this study; the eigenvalue by Lanczos in place of"
+        " power iteration, and the intervals, are ours"
+    ),
+}
+
+SWEEP = CURVATURE | {
+    "quantization_error": (
+        f"Figure 3a of {PAPER}, which has 4 bits; 3 bits and the runs without anneal are ours"
+    ),
+    "full_against_quantized": (
+        f"Figures 3b (4 bits) and 3c (3 bits) of {PAPER}; the runs without anneal are ours"
+    ),
+}
+SCHEDULES = CURVATURE | {
+    "quantization_error": f"The comparison of cosine and WSD in section 4.2 of {PAPER}; peaks and"
+    " floor are ours",
+}
+WEIGHT_DECAYS = {
+    figure: f"Figure 19 of {PAPER}, {where}; the weight decays are ours"
+    for figure, where in (("quantization_error", "along training"), ("ends", "at its end"))
+}
+DECAY_RULES = {
+    "quantization_error": f"Figure 20 of {PAPER}; the runs without anneal are ours",
+}
+BUDGETS = CURVATURE | {
+    "quantization_error": f"The figure of token budgets of {PAPER}, which has 4 bits; 3 bits are"
+    " ours",
+    "losses": f"The figure of token budgets of {PAPER}, which has full precision; the quantized"
+    " losses are ours",
+}
+LAWA = {
+    "averages": f"Figures 4a (full precision), 4b (3 bits) and 4c (relative error) of {PAPER}; the"
+    " KL divergence, and how dense the checkpoints are, are ours",
+}
+KUMAR = {
+    "ends": f"Figure 5 of {PAPER}; the budgets, and the run without anneal, are ours",
+}
+
+
+def of_peaks(at: str = "") -> dict[str, str]:
+    """Return captions of the learning-rate ablation of OLMo2-7B, or of the same at another size."""
+    small = f", {at}" if at else ""
+    return {
+        "quantization_error": f"Figure 23a of {PAPER}{small}; the runs without anneal are ours",
+        "full_against_quantized": f"Figures 23b (4 bits) and 23c (3 bits) of {PAPER}{small}; the"
+        " runs without anneal are ours",
+    }
+
+
+COSINE_300B = dict.fromkeys(
+    ("quantization_error", "full_against_quantized"),
+    f"The OLMo2-7B ablation of the workshop version of {PAPER}; the runs without anneal are ours",
+)
+
+# Of the repository of a released model. SmolLM3 with its figure 1 is more than its checkpoints.
+RELEASED = {
+    r"HuggingFaceTB/SmolLM3-3B.*": {
+        "losses": f"Figure 1a of {PAPER}",
+        "quantization_error": f"Figures 1b (3 bits) and 1c (4 bits) of {PAPER}",
+    },
+    r"allenai/OLMo-2-.*": {
+        "quantization_error": f"Figure 2 of {PAPER}",
+        "full_against_quantized": f"The figure of averages of released models of {PAPER}",
+    },
+    r"allenai/OLMo-1B(-hf)?": {
+        "full_against_quantized": f"The figure of averages of released models of {PAPER}",
+    },
+    r"LLM360/Amber": {"quantization_error": f"Figure 12 of {PAPER}"},
+    r"swiss-ai/Apertus-8B-2509": {"quantization_error": f"Figure 13 of {PAPER}"},
+}
+
+
+def of_released(repository: str) -> dict[str, str]:
+    """Return captions of the trajectory of a released model; none where the paper has none."""
+    for pattern, captions in RELEASED.items():
+        if re.fullmatch(pattern, repository):
+            return captions
+    return {}
