@@ -107,7 +107,7 @@ def download(
     ] = None,
     stage: Annotated[str | None, typer.Option(help="of this stage only, such as stage2")] = None,
     family: Annotated[
-        str | None, typer.Option(help="repository whose naming a local directory has")
+        str | None, typer.Option(help="repository whose naming the revisions have, or FILE.toml")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="list revisions: step, tokens, learning rate")

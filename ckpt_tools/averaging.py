@@ -35,6 +35,7 @@ from ckpt_tools.hf.directory import (
     TOKENIZER_FILES,
     copy_files,
     may_be_restored,
+    read_download,
     read_lineage,
     remade,
     write_lineage,
@@ -47,7 +48,7 @@ from ckpt_tools.hf.forward import (
     stream_logits,
 )
 from ckpt_tools.hf.model import read_hf_config
-from train.model.families import TRAINED_ARCHITECTURES
+from train.model.families import ARCHITECTURES
 from train.run.optimization import Ema, Lawa
 
 METHODS = {
@@ -280,8 +281,10 @@ def open_inputs(paths: list[Path]) -> list[AveragingInput]:
 
 
 def _open(path: Path) -> AveragingInput:
-    read_hf_config(path, TRAINED_ARCHITECTURES)
+    read_hf_config(path, ARCHITECTURES)
     lineage, recorded = read_lineage(path) or ({}, {})
+    download = read_download(path)
+    recorded = recorded | (download.files if download else {})
     verify_in_parallel(path, recorded, f"restore {path}, or make it again")
     try:
         facts = Facts.model_validate(lineage)
@@ -289,13 +292,14 @@ def _open(path: Path) -> AveragingInput:
         raise explain_validation(str(path / LINEAGE_JSON), error) from None
     # The run of an import is not ours.
     fields = {"step", "tokens"} if lineage.get("imported") else None
+    origin = download.model_dump(include={"repo", "revision", "commit"}) if download else {}
     weights = HFWeights(path)
     return AveragingInput(
         path=path,
         weights=weights,
         dtype=dtype_of(weights, tuple(DTYPES), path),
         files=hash_in_parallel(path, [file.name for file in weight_files(path)], recorded),
-        facts=facts.model_dump(exclude_none=True, include=fields),
+        facts=origin | facts.model_dump(exclude_none=True, include=fields),
     )
 
 

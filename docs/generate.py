@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperArgument
 
 from ckpt_tools.hf.measured import Curvature, MeasuredStep, Quantization, Slice, Tasks
+from ckpt_tools.released.own_family import OwnFamily
 from curvature.measurement import UNITS as TRACE_UNITS
 from curvature.settings import HutchinsonSettings, LanczosSettings, SliceSettings, StepSettings
 from curvature.slices.measurement import UNITS as SLICE_UNITS
@@ -21,6 +22,7 @@ from curvature.step.prediction import UNITS as STEP_UNITS
 from docs.commands import FOLDERS, CommandEntry, entries
 from docs.models import fields, is_list, models_in, sections, table, type_text
 from docs.tested import tested
+from dynamics.recipes.trajectory import Released
 from quant_eval.measuring.statistics import UNITS as QUANTIZATION_UNITS
 from quant_eval.quantizer import QuantSpec
 from quant_eval.quantizers import BY_METHOD, SETTINGS
@@ -87,6 +89,14 @@ SITE = f"""# site.toml
 
 One cluster, for the commands of [slurm](cli.md#slurm). The example has every key with its meaning.
 Copy it: `cp slurm/sites/example.toml my_cluster.toml`. Unknown keys are refused.
+"""
+FAMILY = f"""# family.toml
+
+{NOTE}
+
+A family of models that is not among the known ones, for `--set family=FILE.toml` of the recipe
+`trajectory`. [An example](../guides/released-models.md#a-family-of-your-own). Unknown keys are
+refused.
 """
 RESULT = f"""# result.json
 
@@ -179,9 +189,14 @@ def run_json() -> str:
 
 
 def settings() -> str:
-    """Return the page of all paths of `--set`, those of a study and those of its runs."""
+    """Return the page of all paths of `--set`: of a study, of its runs, of a released model."""
     text = SETTING_PATHS
-    for title, model in (("Of the study", Study), ("Of every run", RunConfig)):
+    of_models: dict[str, type[BaseModel]] = {
+        "Of the study": Study,
+        "Of every run": RunConfig,
+        "Of a trajectory": Released,
+    }
+    for title, model in of_models.items():
         paths = list(_paths(model, without=OF_RECIPE | OF_RUNS))
         kinds: dict[str, list[str]] = {}  # of parts that may be of several kinds, those of all
         for path, field in paths:
@@ -221,6 +236,11 @@ def table_parquet() -> str:
 def site_toml() -> str:
     """Return the page of a site file."""
     return f"{SITE}\n```toml\n{EXAMPLE.read_text()}```\n\n{sections(Site)}"
+
+
+def family_toml() -> str:
+    """Return the page of a file of a family."""
+    return f"{FAMILY}\n{sections(OwnFamily)}"
 
 
 class ResultKind(NamedTuple):
@@ -288,6 +308,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "run-json.md": run_json,
     "table-parquet.md": table_parquet,
     "site-toml.md": site_toml,
+    "family-toml.md": family_toml,
     "result-json.md": result_json,
     "tested.md": lambda: tested(NOTE),
 }

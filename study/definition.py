@@ -25,8 +25,8 @@ from study.measurements.quantization import (
 from study.measurements.sizes import misfits
 from study.measurements.step import SLICE, STEP, Along
 from study.measurements.tasks import TASKS, TasksSettings
-from study.paths import MeasuredModel, last_model, released_model
-from study.released import ReleasedRun, unknown_parents
+from study.paths import MeasuredModel, hf_directory, last_model, released_models
+from study.released import ReleasedRun, unknown_ingredients, unknown_parents
 from study.soups import SoupSettings
 from study.text_kinds import Text
 from train.run.config import RunConfig
@@ -139,6 +139,7 @@ class Study(Showable):
         for run in self.trained:
             yield from self._problems_of(run)
         yield from unknown_parents(self.runs)
+        yield from unknown_ingredients(self.runs)
 
     def _problems_of(self, run: RunConfig) -> Iterator[str]:
         name = run.name
@@ -203,14 +204,18 @@ class Study(Showable):
     def models_of(self, run: AnyRun) -> list[MeasuredModel]:
         """Return the measured models of the run by rising step, averages after weights."""
         if isinstance(run, ReleasedRun):
-            return [released_model(revision) for revision in run.revisions]
+            return released_models(run)
         models = []
         for step in run.save_steps:
             models.append(MeasuredModel(step))
             if step in self.averaged_steps:
                 models += [MeasuredModel(step, average.name) for average in run.averages]
             models += [
-                MeasuredModel(step, soup.name, soup.steps)
+                MeasuredModel(
+                    step,
+                    soup.name,
+                    tuple(str(hf_directory(run.name, MeasuredModel(each))) for each in soup.steps),
+                )
                 for soup in self.soups
                 if soup.steps[-1] == step and soup.is_of(run)
             ]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ckpt_tools.hf.directory import DOWNLOAD_JSON, LINEAGE_JSON, RESULT_JSON
 from study.axes import AnyRun
-from study.released import ReleasedRevision, ReleasedRun
+from study.released import ReleasedRevision, ReleasedRun, lawa_name
 from train.run.directory import RunDirectory, step_name
 
 MLFLOW_STORE = "mlflow.db"  # beside all studies of a root
@@ -21,8 +21,9 @@ class MeasuredModel(NamedTuple):
     """
 
     step: int
-    average: str | None = None  # its name: lawa5x500 of one kept in training, or the soup's
-    soup_of: tuple[int, ...] = ()  # the steps whose exports a soup averages
+    average: str | None = None  # its name: lawa5x500 of one kept in training, lawa5, or a soup's
+    # HF directories below the study that it is made of; empty: training kept it
+    members: tuple[str, ...] = ()
     revision: str | None = None  # of a released model
 
 
@@ -53,6 +54,47 @@ def model_record(run: str, model: MeasuredModel) -> str:
 def released_model(revision: ReleasedRevision) -> MeasuredModel:
     """Return a released model as it is measured."""
     return MeasuredModel(revision.step or 0, revision=revision.name)
+
+
+def released_models(run: ReleasedRun) -> list[MeasuredModel]:
+    """Return the measured models of a stage by rising step, averages after weights."""
+
+    def directory(run_name: str, revision: str) -> str:
+        return f"{RunDirectory(Path(run_name)).hf}/{revision}"
+
+    measured = [revision.name for revision in run.revisions]
+    models = []
+    for revision in run.fetched:
+        model = released_model(revision)
+        if revision.name in measured:
+            models.append(model)
+            before = measured[: measured.index(revision.name) + 1]
+            models += [
+                MeasuredModel(
+                    model.step,
+                    lawa_name(window),
+                    tuple(directory(run.name, name) for name in before[-window:]),
+                )
+                for window in run.windows
+                if len(before) >= window
+            ]
+        models += [
+            MeasuredModel(
+                model.step,
+                soup.name,
+                tuple(directory(*member.split("/")) for member in soup.members),
+            )
+            for soup in run.soups
+            if soup.members[-1] == f"{run.name}/{revision.name}"
+        ]
+    return models
+
+
+def ingredients(run: AnyRun) -> list[MeasuredModel]:
+    """Return what is fetched for soups of a stage alone, and is not measured."""
+    return (
+        [released_model(each) for each in run.ingredients] if isinstance(run, ReleasedRun) else []
+    )
 
 
 def last_model(run: AnyRun) -> MeasuredModel:

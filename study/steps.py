@@ -19,6 +19,7 @@ from study.paths import (
     checkpoint_directory,
     hf_directory,
     model_record,
+    released_model,
 )
 from study.released import ReleasedRun
 from study.step import Step, python
@@ -30,7 +31,7 @@ MEASURED = tuple(kind.name for kind, _ in KINDS)
 FINAL = ("collect", "report", "mirror")  # kinds of the last steps, whose work a refresh does before
 ONLINE = {"download", "prepare", *(kind.name for kind, _ in KINDS if kind.online)}
 MADE = ("download", "train", "average")  # besides the measurements read by `collect`
-MAKING = ("download", "export", "average")  # kinds of steps that make the models of a run
+MAKING = ("export", "average")  # kinds of steps that make models out of what is there
 
 
 def steps_of(study: Study) -> list[Step]:
@@ -46,6 +47,11 @@ def steps_of(study: Study) -> list[Step]:
     }
     roots_first = sorted(study.trained, key=lambda run: run.branch_from is not None)
     steps += [_train_step(study, run, texts) for run in roots_first]
+    # Those of all stages first: a soup may be of several.
+    released = [run for run in study.runs if isinstance(run, ReleasedRun)]
+    steps += [
+        _making_step(run, released_model(revision)) for run in released for revision in run.fetched
+    ]
     for run in study.runs:
         steps += _run_steps(study, run, texts)
     return [*steps, *_last_steps(study, steps)]
@@ -64,7 +70,7 @@ def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
         after = (*after, f"train-{parent.name}")
         reads = (*reads, _checkpoint_json(parent, MeasuredModel(first)))
     # Soups are made of exports later; training leaves weights and the averages it keeps.
-    kept = [model for model in study.models_of(run) if not model.soup_of]
+    kept = [model for model in study.models_of(run) if not model.members]
     return Step(
         f"train-{run.name}",
         "train",
@@ -85,7 +91,7 @@ def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
     models = study.models_of(run)
     # Every model has one step that makes it, whatever measures it.
     making = {model: _making_step(run, model) for model in models}
-    # averages are made of exports
+    # averages are made of exports, or of downloads, which come first
     steps_by_kind = {
         kind: [step for step in making.values() if step.kind == kind] for kind in MAKING
     }
@@ -112,6 +118,21 @@ def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
     outputs = (model_record(run.name, model),)
     into = f"{{study}}/{RunDirectory(Path(run.name)).hf}"
 
+    # a mean of exports or of released revisions
+    if model.members:
+        places = (hf_directory(run.name, model), *model.members)
+        made_by = "download" if isinstance(run, ReleasedRun) else "export"
+        members = [Path(member).parts for member in model.members]  # RUN/hf/MODEL
+        return Step(
+            f"average-{name}",
+            "average",
+            python("ckpt_tools", "average", *(f"{{study}}/{directory}" for directory in places)),
+            outputs,
+            tuple(f"{made_by}-{whose}-{member}" for whose, _, member in members),
+            run=run.name,
+            resumes=True,
+        )
+
     # a released revision
     if isinstance(run, ReleasedRun):
         return Step(
@@ -122,20 +143,6 @@ def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
             outputs,
             run=run.name,
             models=("--revision", str(model.revision)),
-            resumes=True,
-        )
-
-    # a mean of exports
-    if model.soup_of:
-        members = [hf_directory(run.name, MeasuredModel(step)) for step in model.soup_of]
-        places = (hf_directory(run.name, model), *members)
-        return Step(
-            f"average-{name}",
-            "average",
-            python("ckpt_tools", "average", *(f"{{study}}/{directory}" for directory in places)),
-            outputs,
-            tuple(f"export-{run.name}-{member.name}" for member in members),
-            run=run.name,
             resumes=True,
         )
 

@@ -18,6 +18,8 @@ PLACE = re.compile(r"\{(?:[SK](?::0(?P<width>[1-9]))?|T)\}")
 TOKENS = r"(?P<count>0|[1-9][0-9]*)(?P<unit>[KMBT])"
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 NAMED_WITHIN = 0.002  # of the tokens, besides a unit
+MOST_TOKENS = 2**63 - 1  # what a table holds
+TRAINING = "training"  # stage of a run's exports that are not averages
 
 
 class Revision(Frozen):
@@ -74,8 +76,8 @@ def trajectory_of(repo: str) -> Trajectory:
             return trajectory
     repos = [trajectory.repo for trajectory in TRAJECTORIES]
     raise UserError(
-        f"{repo} is not a known trajectory; {take_one_of(repo, repos)}, or say how its revisions"
-        " are named (in a study --set pattern=step{S})"
+        f"{repo} is not a known trajectory; {take_one_of(repo, repos)}, or describe it in a file of"
+        " yours (--family FILE.toml, in a study --set family=FILE.toml)"
     )
 
 
@@ -120,9 +122,14 @@ def parse_revision(repo: str, revision: str, trajectory: Trajectory | None = Non
     raise UserError(f"{revision} is not a revision of {repo}; give one such as {templates}")
 
 
-def training_order(revision: Revision) -> tuple[int, int, int]:
-    """Return a sort key in the order of training: stage, ingredient, step."""
-    stages = [stage.name for stage in trajectory_of(revision.repo).stages]
+def training_order(
+    revision: Revision, trajectory: Trajectory | None = None
+) -> tuple[int, int, int]:
+    """Return a sort key in the order of training: stage, ingredient, step.
+
+    Without `trajectory` that of the repository.
+    """
+    stages = [stage.name for stage in (trajectory or trajectory_of(revision.repo)).stages]
     return stages.index(revision.stage), revision.ingredient or 0, revision.step or 0
 
 
@@ -166,10 +173,10 @@ def _pattern_of(template: str) -> str:
     pattern, end = "", 0
     for field in PLACE.finditer(template):
         pattern += re.escape(template[end : field.start()])
-        number = r"0|[1-9][0-9]*"
+        number = r"0|[1-9][0-9]{0,17}"  # more digits no table holds
         if width := field["width"]:
             # Padded with zeros to the width, or longer without any.
-            number = rf"[0-9]{{{width}}}|[1-9][0-9]{{{width},}}"
+            number = rf"[0-9]{{{width}}}|[1-9][0-9]{{{width},17}}"
         is_tokens = field[0] == "{T}"
         pattern += TOKENS if is_tokens else f"(?P<number>{number})"
         end = field.end()
@@ -184,6 +191,8 @@ def _tokens(
     seen = named if step is None or not stage.batches else tokens_after(stage.batches, step)
     if seen is None or stage.starts_at is None:
         return None
+    if stage.starts_at + seen > MOST_TOKENS:
+        raise UserError(f"{revision}: so many tokens nobody trains on; correct tokens_per_step")
     if named is not None:
         unit = UNITS[fields["unit"]]
         # Names are rounded up, down or to the nearest, even within one family; Apertus's count

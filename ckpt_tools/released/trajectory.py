@@ -13,26 +13,24 @@ from base.aligned import aligned
 from base.errors import UserError, explain_validation
 from base.names import take_one_of
 from ckpt_tools.hf.directory import LINEAGE_JSON, read_download, read_lineage
+from ckpt_tools.released.own_family import FamilyFile, family_file
 from ckpt_tools.released.revisions import (
+    TRAINING,
     Revision,
     parse_revision,
     repo_of_directory,
     training_order,
     trajectory_of,
 )
-from train.model.families.released import Trajectory
 
 UNKNOWN = "unknown"
-TRAINING = "training"  # stage of a run's exports that are not averages
 HUB_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Averages of a run: lawa5x500-step00012000, and once published stage1-step12000-tokens6B-lawa5x500.
 AVERAGE = re.compile(r"(?P<exported>.+)-step\d{8,}|.+-tokens\d+[BMK]-(?P<published>.+)")
 MOST_NAMED = 5  # revisions that are left out for one reason; of more the number is said
 
 
-def revisions_of(
-    source: str, family: str | None = None, naming: Trajectory | None = None
-) -> list[Revision]:
+def revisions_of(source: str, family: str | None = None) -> list[Revision]:
     """Return the revisions of a repository of the hub or of a local directory, in training order.
 
     A line on stderr says which revisions are left out because their names do not follow the
@@ -41,27 +39,41 @@ def revisions_of(
     Args:
         source: OWNER/NAME, or a directory that holds one HF directory per revision: exports of a
             run, which their lineage.json describes, or revisions of a released model.
-        family: repository whose naming and schedule the revisions have; None: told by `source`, by
-            the files of earlier downloads, or by the directory's name, which is then OWNER--NAME or
-            NAME.
-        naming: of revisions that belong to no known trajectory, in place of `family`.
+        family: repository whose naming and schedule the revisions have, or a FILE.toml that says
+            both (`ckpt_tools.released.own_family`); None: told by `source`, by the files of earlier
+            downloads, or by the directory's name, which is then OWNER--NAME or NAME.
 
     Raises:
         UserError: `source` is neither, its family is not known, or no name follows its naming.
     """
+    own = family_file(family)
     if is_local(source):
         directory = Path(source)
         names = sorted(path.name for path in directory.glob("[!.]*") if path.is_dir())
-        return _in_order(
-            source, names, lambda name: _local_revision(directory / name, family, naming)
-        )
+        if own:
+            return _of_own_family(source, directory.resolve().name, names, own)
+        return _in_order(source, names, lambda name: _local_revision(directory / name, family))
     repo = family or source
-    known = naming or trajectory_of(repo)  # before the hub is asked
+    known = None if own else trajectory_of(repo)  # before the hub is asked
     from ckpt_tools.released.hub import hub
 
     with hub(source) as api:
         branches = [branch.name for branch in api.list_repo_refs(source).branches]
+    if own:
+        return _of_own_family(source, source, branches, own)
     return _in_order(source, branches, lambda name: parse_revision(repo, name, known))
+
+
+def _of_own_family(source: str, repo: str, names: Sequence[str], own: FamilyFile) -> list[Revision]:
+    """Return the revisions of a family of the user's own, in its order and with its tables."""
+    trajectory = own.trajectory(repo)
+    revisions = _in_order(
+        source,
+        names,
+        lambda name: parse_revision(repo, name, trajectory),
+        lambda revision: training_order(revision, trajectory),
+    )
+    return own.with_tables(revisions)
 
 
 def is_local(source: str) -> bool:
@@ -75,7 +87,12 @@ def is_local(source: str) -> bool:
     return False
 
 
-def _in_order(source: str, names: Sequence[str], read: Callable[[str], Revision]) -> list[Revision]:
+def _in_order(
+    source: str,
+    names: Sequence[str],
+    read: Callable[[str], Revision],
+    order: Callable[[Revision], tuple[Any, ...]] | None = None,
+) -> list[Revision]:
     revisions, refused = [], dict[str, UserError]()
     for name in names:
         try:
@@ -94,7 +111,7 @@ def _in_order(source: str, names: Sequence[str], read: Callable[[str], Revision]
         for name, error in refused.items()
     }
     say_left_out(reasons, len(names))
-    return sorted(revisions, key=_order)
+    return sorted(revisions, key=order or _order)
 
 
 def say_left_out(reasons: Mapping[str, str], total: int) -> None:
@@ -119,9 +136,7 @@ def _order(revision: Revision) -> tuple[Any, ...]:
         return revision.repo, int(revision.stage != TRAINING), revision.stage, 0, revision.step or 0
 
 
-def _local_revision(path: Path, family: str | None, naming: Trajectory | None) -> Revision:
-    if naming:
-        return parse_revision(path.resolve().parent.name, path.name, naming)
+def _local_revision(path: Path, family: str | None) -> Revision:
     # A family that was given decides, whatever the files say.
     lineage = None if family else read_lineage(path)
     if lineage:
@@ -129,9 +144,8 @@ def _local_revision(path: Path, family: str | None, naming: Trajectory | None) -
     repo = _repo_of(path, family)
     if repo is None:
         raise UserError(
-            f"{path} does not say which trajectory it belongs to; name its family, such as"
-            " allenai/OLMo-2-1124-7B (--family, in a study --set family=...), or how such"
-            " directories are named (in a study --set pattern=step{S})"
+            f"{path} does not say which trajectory it belongs to; name its family (--family, in a"
+            " study --set family=...), such as allenai/OLMo-2-1124-7B or a FILE.toml of yours"
         )
     return parse_revision(repo, path.name)
 
@@ -145,6 +159,8 @@ def _repo_of(path: Path, family: str | None) -> str | None:
 
 def origin_of(path: Path, family: str | None = None) -> str:
     """Return what a directory of a revision belongs to: a run, a repository, or its directory."""
+    if family_file(family):
+        return path.resolve().parent.name
     lineage = None if family else read_lineage(path)
     run = lineage[0].get("run") if lineage else _repo_of(path, family)
     return run or path.resolve().parent.name

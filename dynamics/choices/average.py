@@ -127,7 +127,7 @@ class Bench:
         models = [
             model
             for model in study.models_of(run)
-            if (directory / model_record(run.name, model)).exists() and not model.soup_of
+            if (directory / model_record(run.name, model)).exists() and not model.members
         ]
         weights = [model for model in models if not model.average]
         if len(weights) < 2:

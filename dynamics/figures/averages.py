@@ -1,6 +1,7 @@
 """Averages of weights beside the weights themselves (arXiv 2510.06213, figure 4)."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from itertools import cycle
 from typing import Any
 
 from dynamics.figures.quantization import DIVERGENCE_AXIS, ERROR_AXIS
@@ -17,24 +18,32 @@ from study.measurements.quantization import (
     RELATIVE_ERROR,
 )
 from study.measurements.titles import spec_title
-from study.results.averages import average_label, kept_averages, lowest_spec
+from study.released import ReleasedRun
+from study.results.averages import SOUP, Averaging, averagings_of, lowest_spec
 
-SOUP = "soup"
 SHARPNESS = Quantity("relative trace of the Hessian", NATS)
 PAIRED = (ERROR_AXIS, DIVERGENCE_AXIS, SHARPNESS)  # columns with bars
-DASHES = ([5, 3], [7, 2, 2, 2], [2, 2])  # of averages kept in training; weights are solid
+STARS = (  # of soups, with five, four and six points
+    STAR,
+    "M0,-2L.5,-.5L2,0L.5,.5L0,2L-.5,.5L-2,0L-.5,-.5Z",
+    "M0,-2L.5,-.87L1.73,-1L1,0L1.73,1L.5,.87L0,2L-.5,.87L-1.73,1L-1,0L-1.73,-1L-.5,-.87Z",
+)
+NO_LINE = [0, 1]
+PUBLISHED = "published soup"
+DASHES = ([5, 3], [7, 2, 2, 2], [2, 2])  # of averages; weights are solid
 
 
 def _applies(study: Study) -> bool:
-    return bool(study.soups) or any(run.averages for run in study.trained)
+    return bool(averagings_of(study))
 
 
 @figure(
     "averages",
     "Averages of weights beside the weights themselves: loss in full precision, quantized loss,"
     " relative error and KL divergence at the fewest bits, and the relative trace of the Hessian"
-    " where the study measures curvature of averages. Dashed: an average kept in training. Stars:"
-    " soups, at the last checkpoint that they take in. Bars are intervals; those of the losses are"
+    " where the study measures curvature of averages. Dashed: an average kept in training, or LAWA"
+    " over consecutive revisions of a stage. Stars: soups. Each is at the tokens of the last"
+    " checkpoint that it takes in. Bars are intervals; those of the losses are"
     " left out: over documents, which all models share, they are as wide as the panel.",
     _applies,
 )
@@ -52,42 +61,64 @@ def averages(canvas: Canvas) -> Drawn | None:
     if settings and settings.averages:
         shown.append((SHARPNESS, RELATIVE.name, "Curvature"))
     columns = 2 if len(shown) == 4 else 3
+    made = _made(canvas)
     by_panel = [
         (quantity, rows)
         for quantity, name, panel in shown
-        if (rows := _rows(canvas, quantity, name, panel))
+        if (rows := _rows(canvas, made, quantity, name, panel))
     ]
     # one for all panels, which share their scales: curvature may be measured of fewer models
-    styles = _styles([row["series"] for _, rows in by_panel for row in rows])
+    soups = {PUBLISHED, *(average.label(made) for average in made if average.kind == SOUP)}
+    styles = _styles([row["series"] for _, rows in by_panel for row in rows], soups)
     panels = [
         (rows, _panel(canvas, rows, quantity, columns, styles)) for quantity, rows in by_panel
     ]
     return drawn(panels, columns, canvas.rates)
 
 
-def _rows(canvas: Canvas, quantity: Quantity, column: str, panel: str) -> Rows:
+def _made(canvas: Canvas) -> list[Averaging]:
+    """Return the averages of the study that the table has."""
     measured = {row["average"] for row in canvas.table}
-    kept = [average for average in kept_averages(canvas.study) if average.name in measured]
+    return [average for average in averagings_of(canvas.study) if average.name in measured]
+
+
+def _rows(
+    canvas: Canvas, made: Sequence[Averaging], quantity: Quantity, column: str, panel: str
+) -> Rows:
     # By the name in the table, where the weights themselves have none.
     models: dict[str | None, str] = {None: WEIGHTS}
-    models |= {average.name: average_label(average, kept) for average in kept}
-    models |= {soup.name: SOUP for soup in canvas.study.soups if soup.name in measured}
+    models |= {average.name: average.label(made) for average in made}
     has_bars = quantity in PAIRED
     parts = (
         canvas.along(quantity, column, panel, has_bars=has_bars, average=average, series=series)
         for average, series in models.items()
     )
-    return [row for part in parts for row in part]
+    published = _published(canvas)
+    return [
+        row | ({"series": PUBLISHED} if row["run"] in published else {})
+        for part in parts
+        for row in part
+    ]
 
 
-def _styles(all_series: Sequence[str]) -> dict[str, Chart]:
+def _published(canvas: Canvas) -> set[str]:
+    """Return the labels of released models that are soups themselves, as many a branch main."""
+    return {
+        canvas.runs.looks[run.name].label
+        for run in canvas.study.runs
+        if isinstance(run, ReleasedRun) and run.average_of and len(run.revisions) == 1
+    }
+
+
+def _styles(all_series: Sequence[str], soups: Set[str]) -> dict[str, Chart]:
     """Return markers and dashes of the models, as encodings of points and lines."""
-    series = list(dict.fromkeys(all_series))
+    series = sorted(dict.fromkeys(all_series), key=lambda name: name in soups)  # soups last
     shapes = ["circle", *["square", "diamond", "triangle-up"] * len(series)][: len(series)]
     # Weights come first and are solid; repeated, the others are enough for any number.
     dashes = [[1, 0], *DASHES * len(series)][: len(series)]
-    if SOUP in series:
-        shapes[-1], dashes[-1] = STAR, [0, 1]  # soups have no line
+    starred = [place for place, name in enumerate(series) if name in soups]
+    for place, star in zip(starred, cycle(STARS), strict=False):
+        shapes[place], dashes[place] = star, NO_LINE
     model: dict[str, Any] = {"field": "series", "type": "nominal", "title": "model"}
     shape = model | {"scale": {"domain": series, "range": shapes}}
     dash = model | {"scale": {"domain": series, "range": dashes}}
@@ -98,7 +129,7 @@ def _panel(
     canvas: Canvas, rows: Rows, quantity: Quantity, columns: int, styles: dict[str, Chart]
 ) -> Chart:
     # The axis is fitted to what is trained after the first average.
-    since = [row["tokens"] for row in rows if row["series"] != WEIGHTS]
+    since = [row["tokens"] for row in rows if row["series"] not in (WEIGHTS, PUBLISHED)]
     if quantity not in PAIRED and since:
         # the losses of the first steps, far above, would flatten the others
         quantity = quantity.near([row for row in rows if row["tokens"] >= min(since)])

@@ -13,7 +13,7 @@ from study.definition import Study
 from study.measurements.curvature import RELATIVE, TOP, TRACE
 from study.measurements.quantization import CROSS_ENTROPY, DIVERGENCE
 from study.released import ReleasedRun
-from study.results.averages import kept_averages, lowest_spec
+from study.results.averages import averagings_of, lowest_spec
 from study.results.summary import lineage
 from study.results.table import Row, trained
 
@@ -119,12 +119,12 @@ def averaged(study: Study, rows: Sequence[Row]) -> list[Averaged]:
 
     An average of annealed weights lags weights whose learning rate still changes.
     """
-    kinds = {average.name: average.kind.upper() for average in kept_averages(study)}
+    kinds = {average.name: average.kind for average in averagings_of(study)}
     runs = {run.name: run for run in study.runs}
     weights = {(row["run"], row["step"]): row for row in trained(rows)}
     return [
         Averaged(
-            kinds.get(row["average"], "soup"),
+            kinds[row["average"]],
             training_of(study, runs[row["run"]]),
             row,
             weights.get((row["run"], row["step"])),

@@ -3,8 +3,6 @@
 Which revisions there are is listed when the study is made; study.json holds them from then on.
 """
 
-import csv
-import math
 import re
 import sys
 from collections import Counter
@@ -20,10 +18,10 @@ from base.frozen import Frozen
 from base.settings import check_path, path_of
 from ckpt_tools.hf.model import read_hf_config
 from ckpt_tools.released.before import check_ends, tokenizer_sha256
-from ckpt_tools.released.revisions import PLACE, Revision, final_repo
+from ckpt_tools.released.own_family import family_file
+from ckpt_tools.released.revisions import Revision, final_repo
 from ckpt_tools.released.trajectory import (
     MOST_NAMED,
-    TRAINING,
     choose,
     is_local,
     revisions_of,
@@ -32,13 +30,14 @@ from ckpt_tools.released.trajectory import (
 )
 from dynamics.recipes.captions import of_released
 from dynamics.recipes.olmo2 import TRACES
+from dynamics.recipes.released_averages import described, with_averages
 from dynamics.recipes.web import WEB_QUANTIZATION, web_text
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.recipes.changed import OF_RECIPE, with_study_settings
 from study.recipes.parts import SMALL_CURVATURE, SMALL_QUANTIZATION, recipe_of_settings
 from study.released import ReleasedRevision, ReleasedRun, is_after_pretraining
-from train.model.families.released import MAIN, Stage, Trajectory
+from train.model.families.released import MAIN
 
 TRAJECTORY = "trajectory"
 SEQUENCE_LENGTH = 2048  # of curvature, at most: products with longer ones fit no machine
@@ -61,15 +60,15 @@ class Released(Frozen):
         description="only this one; None: all, and main where it is no revision of another name",
     )
     family: str | None = Field(
-        default=None, description="repository whose naming and schedule the revisions have"
-    )
-    pattern: str | None = Field(
         default=None,
-        description="how revisions of no known family are named, such as step{S} or ckpt-{S:08}",
+        description="repository whose naming and schedule the revisions have, or your FILE.toml",
     )
-    table: Path | None = Field(
+    averages: str | None = Field(
         default=None,
-        description="CSV of such revisions with the columns step, tokens and learning_rate",
+        description=(
+            "lawa5 for the mean of each five consecutive measured revisions of a stage,"
+            " NAME:REVISION:REVISION for a soup; several with commas"
+        ),
     )
 
 
@@ -78,6 +77,7 @@ class Source(NamedTuple):
 
     place: str  # of a directory the absolute path
     revisions: list[Revision]
+    listed: list[Revision]  # all that there are
 
     @property
     def directory(self) -> Path | None:
@@ -132,16 +132,21 @@ def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
     check_tokenizers(sources)
     runs = _runs(released, sources)
     _say_unplaced(runs)
+    averages = ""
+    if released.averages is not None:
+        listed = {source.place: source.listed for source in sources}
+        runs = with_averages(runs, listed, released.averages)
+        averages = described(released.averages)
     known = [source for each in sources for source in sources_of(each.revisions)]
     shown = " and ".join(_places(released.source))
-    first = sources[0]
+    first, own = sources[0], family_file(released.family)
     return Study(
         name=f"{TRAJECTORY}-{'+'.join(map(_short_name, sources))}{'-smoke' if smoke else ''}",
-        description=f"The released trajectory of {shown}",
+        description=f"The released trajectory of {shown}{averages}",
         sources=("arXiv 2510.06213, section 3, appendices A and D", *dict.fromkeys(known)),
         ranks=1,
         sized_for="any",
-        text=web_text(final_repo(first.place)),
+        text=web_text((own and own.tokenizer) or final_repo(first.place)),
         runs=runs,
         captions=of_released(released.family or first.place),
         quantization=SMALL_QUANTIZATION if smoke else QUANTIZATION,
@@ -166,12 +171,10 @@ def _source(place: str, released: Released, *, on_text: bool) -> Source:
             f"{place} is a directory; name with --text what is measured on, such as the study"
             " runs/tiny"
         )
-    listed = revisions_of(place, released.family, _naming(place, released))
-    if released.table:
-        listed = with_table(listed, released.table)
+    listed = revisions_of(place, released.family)
     revisions = _placed(choose(listed, every=released.every, stage=released.stage), released.stage)
     check_ends(place, revisions)
-    return Source(str(Path(place).resolve()) if local else place, revisions)
+    return Source(str(Path(place).resolve()) if local else place, revisions, listed)
 
 
 def check_tokenizers(sources: Sequence[Source]) -> None:
@@ -217,17 +220,6 @@ def _curvature(source: Source, *, smoke: bool) -> CurvatureSettings:
         length = min(length, read_hf_config(first).get("max_position_embeddings", length))
     settings = SMALL_CURVATURE if smoke else TRACES
     return settings.model_copy(update={"sequence_length": length, "lambda_max": False})
-
-
-def _naming(place: str, released: Released) -> Trajectory | None:
-    """Return how revisions of no known family are named; None where a family says it."""
-    if released.pattern is None:
-        if released.table:
-            raise UserError("--set table=... is of revisions that --set pattern=... names; give it")
-        return None
-    if released.family:
-        raise UserError("--set pattern=... is of no known family; leave family out")
-    return own_naming(place, released.pattern)
 
 
 def _placed(revisions: list[Revision], stage: str | None) -> list[Revision]:
@@ -284,6 +276,9 @@ def _runs(released: Released, sources: Sequence[Source]) -> tuple[ReleasedRun, .
     several = len(set(models.values())) > 1
     runs: dict[str, ReleasedRun] = {}
     for source in sources:
+        # A download asks for it where names are read again, of directories without a record.
+        is_repo = source.directory is not None and not family_file(released.family)
+        family = released.family if is_repo else None
         # `groupby` joins neighbours alone: the revisions of a line have to come together.
         for (repo, line), group in groupby(source.revisions, lambda each: (each.repo, each.line)):
             members = list(group)
@@ -298,21 +293,13 @@ def _runs(released: Released, sources: Sequence[Source]) -> tuple[ReleasedRun, .
                 name=name,
                 model=models[repo],
                 source=source.place,
-                family=released.family,
+                family=family,
                 schedule=members[-1].schedule,
                 # A stage that was not chosen is no parent.
                 parent=parent if parent in runs else None,
                 restarts=members[0].restarts,
                 average_of=members[0].average_of,
-                revisions=tuple(
-                    ReleasedRevision(
-                        name=each.revision,
-                        step=each.step,
-                        tokens=each.tokens,
-                        learning_rate=each.learning_rate,
-                    )
-                    for each in members
-                ),
+                revisions=tuple(map(ReleasedRevision.of, members)),
             )
     return tuple(runs.values())
 
@@ -333,101 +320,3 @@ def _models(repos: Iterable[str]) -> dict[str, str]:
 def _name(text: str) -> str:
     """Return a text as it can name a directory: OWNER/NAME as OWNER--NAME."""
     return re.sub(r"[^A-Za-z0-9._=+-]+", "-", text.replace("/", "--"))
-
-
-COLUMNS = ("step", "tokens", "learning_rate")
-Known = dict[int, dict[str, float | None]]  # by step
-
-
-def own_naming(source: str, pattern: str) -> Trajectory:
-    """Return a trajectory of one stage whose revisions are named by a pattern.
-
-    Raises:
-        UserError: the pattern has not one place for the step, or a place that is not known.
-    """
-    places = re.findall(r"\{.*?\}", pattern)
-    # A step is needed exactly once, as S; tokens, as T, at most once.
-    is_known = all(PLACE.fullmatch(part) and "K" not in part for part in places)
-    if not is_known or [part[1] for part in places] not in (["S"], ["S", "T"], ["T", "S"]):
-        raise UserError(
-            f"--set pattern={pattern} does not say where the step is; give one such as step{{S}},"
-            " with {S:08} for eight digits and {T} for tokens such as 20B"
-        )
-    stage = Stage(name=TRAINING, template=pattern)
-    return Trajectory(repo=source, stages=(stage,))
-
-
-def with_table(revisions: Sequence[Revision], path: Path) -> list[Revision]:
-    """Return revisions with the tokens and learning rates that a table has for their steps.
-
-    Raises:
-        UserError: the table is no CSV with these columns, a value is no number of its kind, or it
-            has none of the steps.
-    """
-    known = _read(path)
-    if not any(revision.step in known for revision in revisions):
-        raise UserError(f"{path} has none of the steps of the revisions; correct its column step")
-    source = f"schedule of {path.name}"
-    return [
-        revision.model_copy(update=known[revision.step] | {"schedule": source})
-        if revision.step in known
-        else revision
-        for revision in revisions
-    ]
-
-
-def _read(path: Path) -> Known:
-    """Return tokens and learning rate by step; None where a cell is empty."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # a byte-order mark is read over
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; correct --set table") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8; save it as CSV in UTF-8") from None
-    rows = csv.DictReader(text.splitlines(), skipinitialspace=True)
-    columns = rows.fieldnames or []
-    if "step" not in columns or set(columns) - set(COLUMNS):
-        raise UserError(
-            f"{path} has the columns {', '.join(map(str, columns)) or 'none'}; give step, and"
-            " tokens, learning_rate or both"
-        )
-    known: Known = {}
-    for row in _rows(rows, path):
-        line = f"line {rows.line_num} of {path}"
-        step = _number(line, "step", row["step"])
-        if step is None or None in row or step in known:
-            raise UserError(f"{line} has no step of its own, or too many values; correct it")
-        known[int(step)] = {
-            column: _number(line, column, row[column]) for column in columns if column != "step"
-        }
-    return known
-
-
-def _rows(rows: "csv.DictReader[str]", path: Path) -> Iterator[dict[str, str]]:
-    try:
-        yield from rows
-    except csv.Error as error:
-        raise UserError(f"line {rows.line_num} of {path} is no CSV ({error}); correct it") from None
-
-
-def _number(line: str, column: str, text: str | None) -> float | None:
-    """Return a number, an integer but for learning rates; None for an empty cell."""
-    text = (text or "").strip()
-    if not text:
-        return None
-    # Learning rates alone have fractions; steps and tokens are counted.
-    if column == "learning_rate":
-        value = _float(text)
-        if value is not None and math.isfinite(value) and value >= 0:
-            return value
-        raise UserError(f"{line}: {column} is {text[:40]!r}; give a number of at least 0")
-    if re.fullmatch(r"[0-9]{1,18}", text, re.ASCII):
-        return int(text)
-    raise UserError(f"{line}: {column} is {text[:40]!r}; give a whole number, digits alone")
-
-
-def _float(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

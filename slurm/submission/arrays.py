@@ -10,7 +10,7 @@ from base.grouping import grouped
 from slurm.site import JobKind, JobLimits
 from study import steps as pipeline
 from study.definition import KINDS, Study
-from study.paths import MeasuredModel, model_record
+from study.paths import MeasuredModel, ingredients, model_record
 from study.step import Step
 
 FINAL = "final"  # table, report and mirror of what there is, once nothing else can be made
@@ -85,7 +85,7 @@ class _Planner:
         models = {
             model_record(run.name, model): model
             for run in self.study.runs
-            for model in self.study.models_of(run)
+            for model in (*self.study.models_of(run), *ingredients(run))
         }
         making: dict[str, list[Step]] = {WEIGHTS: [], AVERAGES: [], SOUPS: []}
         for step in self.steps:
@@ -116,7 +116,9 @@ class _Planner:
                     for makers in part
                 ]
                 for group_name, elements in self.by_specs(steps).items():
-                    yield from self.arrays(f"{kind}{suffix}{group_name}{number}", table, elements)
+                    # What is fetched for soups alone is not measured.
+                    measured = [element for element in elements if element]
+                    yield from self.arrays(f"{kind}{suffix}{group_name}{number}", table, measured)
 
     def measurements(self, making: list[Step]) -> dict[str, list[Step]]:
         """Return the measurements of each HF directory, by the name of the step that makes it."""
@@ -165,7 +167,7 @@ class _Planner:
 
 def _suffix(model: MeasuredModel) -> str:
     """Return the suffix of the arrays of a model's chain."""
-    if model.soup_of:
+    if model.members:
         return SOUPS
     return AVERAGES if model.average else WEIGHTS
 

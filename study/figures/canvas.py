@@ -311,7 +311,7 @@ class Canvas:
     def _released(self, run: AnyRun) -> tuple[Span, ...]:
         """Return the known learning rates of a stage of a released model, from that before on."""
         rows = self.rows_of(run.name, "learning_rate")
-        before = self._origin(run)
+        before = self.origin(run)
         if before and rows:
             rows = [*self.rows_of(before[0].name, "learning_rate")[-1:], *rows]
         path = lineage(self.study, self.table, run)

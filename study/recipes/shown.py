@@ -76,6 +76,9 @@ def summary(study: Study, *, whole: bool = False) -> Iterator[str]:
     for soup in study.soups:
         steps = ", ".join(map(str, soup.steps))
         yield from _wrapped(soup.name, f"the mean of the checkpoints at {steps}, quantized")
+    for run in study.runs:
+        if isinstance(run, ReleasedRun) and run.averages_in_words:
+            yield from _wrapped(f"averages of {run.name}", "; ".join(run.averages_in_words))
 
 
 def _text_words(text: Text, whole: bool) -> str:

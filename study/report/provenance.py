@@ -73,7 +73,10 @@ def settings_of(directory: Path, study: Study) -> dict[str, str]:
     The software of the training is that of its last attempt. What draws the report may be newer.
     """
     released = [run for run in study.runs if isinstance(run, ReleasedRun)]
-    rows = {run.name: f"{run.source}, {run.course}" for run in released}
+    rows = {
+        run.name: "; ".join((f"{run.source}, {run.course}", *run.averages_in_words))
+        for run in released
+    }
     if study.trained:
         rows |= _training_rows(directory, study)
     if study.settings:

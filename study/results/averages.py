@@ -1,20 +1,24 @@
 """Averages of weights beside the weights themselves, and beside annealed weights.
 
-Two kinds: those kept in training (LAWA windows, EMAs), and soups of exported checkpoints.
+Kept in training (LAWA windows, EMAs), of consecutive released revisions (LAWA), and soups of
+exported checkpoints or released revisions.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from quant_eval.specs import parse_spec
 from study.axes import AnyRun
 from study.definition import Study
-from study.released import ReleasedRun
+from study.released import ReleasedRun, ReleasedSoup, describe_lawa, lawa_name
 from study.results.collect import phase_of
 from study.results.summary import Rows, in_order
 from study.results.table import Row
+from study.soups import SoupSettings
 from train.run.config import RunConfig
 from train.run.optimization import Ema, Lawa
+
+LAWA, SOUP = "LAWA", "soup"
 
 
 def kept_averages(study: Study) -> list[Lawa | Ema]:
@@ -22,11 +26,34 @@ def kept_averages(study: Study) -> list[Lawa | Ema]:
     return list(dict.fromkeys(average for run in study.trained for average in run.averages))
 
 
-def average_label(average: Lawa | Ema, others: Iterable[Lawa | Ema]) -> str:
-    """Return 'LAWA', or its whole name where `others` holds a second of its kind."""
-    # Two averages of a kind differ in their lengths, which the whole name has.
-    alone = sum(other.kind == average.kind for other in others) == 1
-    return average.kind.upper() if alone else average.name
+class Averaging(NamedTuple):
+    """One way of averaging: its name in the table, its kind (LAWA, EMA or soup), and in words."""
+
+    name: str
+    kind: str
+    words: str
+
+    def label(self, others: Sequence["Averaging"]) -> str:
+        """Return 'LAWA', or the whole name where `others` holds a second of its kind."""
+        # Two averages of a kind differ in their lengths, which the whole name has.
+        alone = sum(other.kind == self.kind for other in others) == 1
+        return self.kind if alone else self.name
+
+
+def averagings_of(study: Study) -> list[Averaging]:
+    """Return how weights are averaged in a study, each once and soups last."""
+    released = [run for run in study.runs if isinstance(run, ReleasedRun)]
+    windows = dict.fromkeys(window for run in released for window in run.windows)
+    soups: list[SoupSettings | ReleasedSoup] = list(study.soups)
+    soups += [soup for run in released for soup in run.soups]
+    return [
+        *(
+            Averaging(kept.name, kept.kind.upper(), kept.describe())
+            for kept in kept_averages(study)
+        ),
+        *(Averaging(lawa_name(window), LAWA, describe_lawa(window)) for window in windows),
+        *(Averaging(soup.name, SOUP, soup.describe()) for soup in soups),
+    ]
 
 
 def lowest_spec(study: Study) -> str:
@@ -39,9 +66,9 @@ def compared_models(study: Study, rows: Rows) -> Iterator[tuple[str, str, Row]]:
 
     A model is the label of its run, its own name in words, and its row.
     """
-    averages = (*kept_averages(study), *study.soups)
-    titles = {average.name: average.describe() for average in averages}
-    soups = {soup.name for soup in study.soups}
+    averages = averagings_of(study)
+    titles = {average.name: average.words for average in averages}
+    soups = {average.name for average in averages if average.kind == SOUP}
     for run in in_order(study):
         of_run = [row for row in rows if row["run"] == run.name]
         averaged = [row for row in of_run if row["average"]]

@@ -82,13 +82,15 @@ def phase_of(run: AnyRun, step: int) -> str:
 
 def _model_values(directory: Path, run: AnyRun, model: MeasuredModel) -> dict[str, Any] | None:
     """Return the columns that training decides; None while there is no such model."""
-    is_saved = isinstance(run, RunConfig) and not model.soup_of  # by training itself
+    is_saved = isinstance(run, RunConfig) and not model.members  # by training itself
     checkpoint = directory / checkpoint_directory(run.name, model)
     record_path = directory / model_record(run.name, model)
     if not (checkpoint / CHECKPOINT_JSON if is_saved else record_path).exists():
         return None
     if isinstance(run, ReleasedRun):
-        known = dict(run.named(model.revision))
+        # An average is at the place of its last member.
+        last = model.members[-1].rpartition("/")[2] if model.members else model.revision
+        known = dict(run.named(last))
         del known["name"]
         return known | {"peak_lr": run.peak_lr}
     settings = {
@@ -98,7 +100,7 @@ def _model_values(directory: Path, run: AnyRun, model: MeasuredModel) -> dict[st
         "engine": run.engine,
         "seed": run.seed,
     }
-    if model.soup_of:  # made of exports: training knows nothing of it
+    if model.members:  # made of exports: training knows nothing of it
         tokens, rate = run.tokens_at(model.step), learning_rate(run, model.step)
         return settings | {"tokens": tokens, "learning_rate": rate}
     record = read_checkpoint_record(checkpoint)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from fractions import Fraction
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel
 from transformers import AutoModelForCausalLM
 
+from base.errors import UserError
 from ckpt_tools.averaging import average_models
 from ckpt_tools.export import export_all
 from ckpt_tools.formats import parallel
@@ -22,15 +25,18 @@ from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.hf.directory import CONFIGURATION_FILES
 from ckpt_tools.hf.model import identify, load_hf_model
+from ckpt_tools.released.download import download
 from ckpt_tools.verify import verify
 from tests.ckpt_tools.checkpoints import all_of, read_weights
 from tests.conftest import make_hf_directory
 from tests.digests import blake3_of
 from tests.interpreter import interpreter
+from tests.quant_eval.models import make_model
 from tests.runs import PROJECT, execute, python
 from train.run.directory import RunDirectory
 
 UNIT_ROUNDOFF = 2.0**-24  # of fp32
+PYTHIA = "EleutherAI/pythia-160m"  # whose naming the revisions have
 
 
 @pytest.fixture(scope="module")
@@ -297,3 +303,39 @@ def test_a_kill_leaves_nothing_half_written(large, tmp_path):
         torch.allclose(weight, first[name])
         for name, weight in load_file(out / "model.safetensors").items()
     )
+
+
+@pytest.mark.parametrize("name", ["apertus", "gpt_neox", "mistral", "llama-tied", "olmo"])
+def test_whatever_is_measured_is_averaged(tmp_path, name):
+    """Families that are not trained, too: by numpy, of a model and one of half its weights."""
+    whole = make_model(tmp_path / "whole", name)
+    weights = safetensors.numpy.load_file(whole / "model.safetensors")
+    half = shutil.copytree(whole, tmp_path / "half")
+    halves = {key: np.asarray(weight * np.float32(0.5)) for key, weight in weights.items()}
+    safetensors.numpy.save_file(halves, half / "model.safetensors", {"format": "pt"})
+    average_models(tmp_path / "mean", [whole, half])
+    mean = safetensors.numpy.load_file(tmp_path / "mean" / "model.safetensors")
+    assert mean.keys() == weights.keys()
+    for key, weight in mean.items():
+        expected = (weights[key] + halves[key]) / np.float32(2)
+        np.testing.assert_array_equal(weight, expected, err_msg=key)
+
+
+def test_of_downloads_the_lineage_has_their_revisions(models, tmp_path):
+    names = ["step1000", "step2000"]
+    for name, model in zip(names, models, strict=False):
+        shutil.copytree(model, tmp_path / "models" / name)
+    download(str(tmp_path / "models"), tmp_path / "fetched", family=PYTHIA, revisions=names)
+    fetched = [tmp_path / "fetched" / name for name in names]
+    average_models(tmp_path / "mean", fetched)
+    ingredients = lineage_of(tmp_path / "mean")["ingredients"]
+    assert [(each["repo"], each["revision"]) for each in ingredients] == [
+        (PYTHIA, name) for name in names
+    ]
+    weights = fetched[0] / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(UserError, match=r"step1000.*model\.safetensors"):
+        average_models(tmp_path / "other", fetched)
+    assert not (tmp_path / "other").exists()

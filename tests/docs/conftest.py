@@ -105,10 +105,15 @@ def checkout(tmp_path_factory, smoke_root) -> Path:
     return root
 
 
+def block_of(page: str, language: str) -> str:
+    """Return the first block of a page in a language."""
+    text = (PROJECT / page).read_text()
+    return str(re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0])
+
+
 def _own_recipe(text: PreparedText) -> str:
     """Return the first recipe of the guide, of one small run on the smoke study's text."""
-    page = (PROJECT / "docs/guides/own-ablation.md").read_text()
-    recipe = str(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0])
+    recipe = block_of("docs/guides/own-ablation.md", "python")
     small = "olmo2(hidden_size=32, layers=1, heads=2, intermediate_size=64)"
     for whole, part in (
         (
@@ -135,8 +140,8 @@ def _own_recipe(text: PreparedText) -> str:
 
 
 def _write_text(folder: Path) -> None:
-    """Write books.jsonl.zst, 3,000 documents of random words, OLMo's kind of token files, and a
-    revision of one's own.
+    """Write books.jsonl.zst, 3,000 documents of random words, OLMo's kind of token files, and
+    revisions of one's own with the file that describes them.
     """
     generator = random.Random(0)
     words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 9))) for _ in range(900)]
@@ -146,10 +151,12 @@ def _write_text(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     compressed = zstandard.compress("".join(lines).encode())
     (folder / "books.jsonl.zst").write_bytes(compressed)
-    (folder / "checkpoints.csv").write_text("step,tokens,learning_rate\n100,3276800,3e-4\n")
-    (folder / "checkpoints/step100").mkdir(parents=True)
-    (folder / "checkpoints/step100/config.json").write_bytes(config_json("llama"))
-    (folder / "checkpoints/step100/model.safetensors").touch()
+    (folder / "checkpoints.toml").write_text(block_of("docs/guides/released-models.md", "toml"))
+    (folder / "longer.csv").write_text("step,tokens,learning_rate\n100,314782515200,3e-5\n")
+    for name in ("step90000", "step95000", "step100000", "longer-000100"):
+        (folder / "checkpoints" / name).mkdir(parents=True)
+        (folder / "checkpoints" / name / "config.json").write_bytes(config_json("llama"))
+        (folder / "checkpoints" / name / "model.safetensors").touch()
     (folder / "c4").mkdir()
     for number, part in enumerate((lines[:50], lines[50:100])):
         (folder / f"c4/{number}.jsonl").write_text("".join(part))

@@ -18,9 +18,8 @@ from dynamics.recipes.captions import RELEASED as CAPTIONS
 from dynamics.recipes.captions import of_released
 from study.content import loaded
 from study.definition import Study
-from study.figures.charts import GREY
 from study.figures.figure import Figure, figures_of
-from study.figures.looks import TRUNK, runs_of
+from study.figures.looks import GREY, TRUNK, runs_of
 from study.recipes.parts import PROFILES
 from study.recipes.resolve import named_recipe, recipe_names, resolve
 from study.released import ReleasedRevision, ReleasedRun
@@ -232,7 +231,9 @@ def stage(name: str, *tokens: int, rate: float = 1.0, **more: Any) -> ReleasedRu
         ReleasedRevision(name=f"{name}-{at}", step=at, tokens=at * 10**9, learning_rate=rate * 1e-3)
         for at in tokens
     )
-    return ReleasedRun(name=name, source="somebody/model", revisions=revisions, **more)
+    return ReleasedRun(
+        name=name, source="somebody/model", model="model", revisions=revisions, **more
+    )
 
 
 STABLE, DECAY = (
@@ -266,7 +267,7 @@ def test_of_one_model_the_widths_are_dashes_in_one_panel(study, tmp_path):
 
 
 def test_of_several_models_every_width_has_its_panel_on_one_scale(study, tmp_path):
-    other = STABLE.model_copy(update={"name": "another"})
+    other = STABLE.model_copy(update={"name": "another", "model": "another"})
     canvas = canvas_of(tmp_path, released(study, STABLE, DECAY, other))
     panels = chart_of(drawn(losses, canvas))["concat"]
     titles = ["Full precision", "GPTQ, 4 bits, groups of 32", "GPTQ, 3 bits, groups of 32"]

@@ -8,9 +8,11 @@ from typer.testing import CliRunner
 
 from slurm.__main__ import app
 from slurm.site import EXAMPLE, JobLimits, load_site
-from slurm.submission.arrays import arrays_of
+from slurm.submission.arrays import JobArray, arrays_of
 from slurm.submission.submit import dry_run
+from study.definition import Study
 from study.recipes.resolve import resolve, whole_recipes
+from study.released import ReleasedRevision, ReleasedRun, ReleasedSoup
 from study.steps import steps_of
 from study.text.own import TextOptions
 from study.text_kinds import USES
@@ -24,7 +26,43 @@ PROFILES = [(name, profile) for name in whole_recipes() for profile in ("full", 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
 @pytest.mark.parametrize("limits", [USUAL, SMALL], ids=["usual", "small"])
 def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, limits):
-    study = resolve(recipe, profile)
+    check_order(resolve(recipe, profile), limits)
+
+
+@pytest.mark.parametrize("limits", [USUAL, SMALL, JobLimits(checkpoints_per_job=1)])
+def test_averages_of_released_revisions_run_after_their_downloads(tmp_path, limits):
+    """A soup of two stages, and of a revision that is fetched for it alone."""
+    early, late, fetched, first, last = (
+        ReleasedRevision(name=name, step=int(name[6:]))
+        for name in ("stable100", "stable200", "stable400", "anneal50", "anneal100")
+    )
+    stable = ReleasedRun(
+        name="stable",
+        model="b",
+        source="a/b",
+        revisions=(early, late),
+        windows=(2,),
+        ingredients=(fetched,),
+    )
+    soup = ReleasedSoup(name="mine", members=("stable/stable400", "anneal/anneal100"))
+    anneal = ReleasedRun(
+        name="anneal",
+        model="b",
+        source="a/b",
+        parent="stable",
+        revisions=(first, last),
+        windows=(2,),
+        soups=(soup,),
+    )
+    runs = [stable.model_dump(), anneal.model_dump()]
+    changed = {"runs": runs, "soups": (), "averaged_steps": (), "labels": {}}
+    study = Study.model_validate(tiny().model_dump() | changed)
+    arrays = check_order(study, limits)
+    assert {"download", "average", "quantize-soups-1"} <= arrays.keys()
+
+
+def check_order(study: Study, limits: JobLimits) -> dict[str, JobArray]:
+    """Every step is in one element that is not empty, after all that it comes after."""
     steps = {step.name: step for step in steps_of(study)}
     arrays = {array.name: array for array in arrays_of(study, limits)}
     listed = [name for array in arrays.values() for element in array.elements for name in element]
@@ -40,6 +78,8 @@ def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, limits):
         if order[before] > order[step.name]
     ]
     assert late == []
+    assert all(element for array in arrays.values() for element in array.elements)
+    return arrays
 
 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)

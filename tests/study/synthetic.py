@@ -256,7 +256,7 @@ def _write_metrics(directory: RunDirectory, run: RunConfig) -> None:
 def _told(run: RunConfig, model: MeasuredModel) -> dict | None:
     """Content of checkpoint.json for an average."""
     kept = {average.name: average for average in run.averages}
-    if model.average is None or model.soup_of:
+    if model.average is None or model.members:
         return None
     average = kept[model.average].model_dump(mode="json")
     steps = [model.step - back * average["interval_steps"] for back in range(5)]
@@ -290,7 +290,7 @@ def write_study(directory: Path, study: Study) -> Path:
                 model=run.model.model_dump(mode="json"),
                 files={},
             )
-            if model.soup_of:
+            if model.members:
                 write_result(
                     directory / hf_directory(run.name, model) / LINEAGE_JSON, {"kind": "average"}
                 )

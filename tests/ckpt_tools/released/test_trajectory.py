@@ -137,7 +137,7 @@ def test_of_a_run(trained, tmp_path, capsys):
     ("names", "family", "reason"),
     [
         ([], None, "holds no revisions"),
-        (["step1000"], None, r"--family.*pattern=step\{S\}"),
+        (["step1000"], None, r"--family.*--set family=.*FILE\.toml"),
         (["step1000"], "EleutherAI/pythia-15m", "not a known trajectory"),
         (["step1000-tokens5B"], "EleutherAI/pythia-14m", "not a revision of EleutherAI/pythia-14m"),
     ],

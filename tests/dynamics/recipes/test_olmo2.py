@@ -177,7 +177,7 @@ def test_averages_lie_within_one_run(recipe, profile):
             last_member = step // average.interval_steps * average.interval_steps
             assert last_member - 4 * average.interval_steps > first - average.interval_steps
     soups = {
-        run.name for run in study.trained if any(model.soup_of for model in study.models_of(run))
+        run.name for run in study.trained if any(model.members for model in study.models_of(run))
     }
     assert soups == {run.name for run in study.trained if not run.branch_from}
 

@@ -12,7 +12,6 @@ import pytest
 from base.errors import UserError
 from ckpt_tools.released.download import download
 from dynamics.recipes.demo import tiny
-from dynamics.recipes.trajectory import released_of, trajectory_of
 from study.definition import Study, load_study, save_study
 from study.recipes.resolve import resolve
 from study.released import ReleasedRun
@@ -327,89 +326,53 @@ def test_a_study_that_is_there_goes_on_as_it_was_listed(tmp_path, text_dir):
 
 
 OWN = ("step100", "step200", "step1000", "notes")
-TABLE = "\ufeffstep,tokens,learning_rate\r\n100,200000,3e-4\r\n1000,2000000,\r\n"
+FAMILY = """
+tokenizer = "me/tokenizer"
+
+[[stages]]
+revisions = "step{S}"
+tokens_per_step = 2000
+schedule = "wsd"
+peak = 3e-4
+decay_from = 200
+horizon = 1000
+"""
 
 
 @pytest.mark.parametrize("kept_in", ["hub", "directory"])
 def test_revisions_of_ones_own(serve, tmp_path, text_dir, capsys, kept_in):
-    """By how they are named; tokens and rates are those of a table, as far as it has them."""
-    (tmp_path / "mine.csv").write_text(TABLE)
-    text = TextOptions((text_dir,))
+    """By a file that describes them; the study's steps know their names from then on."""
+    (tmp_path / "mine.toml").write_text(FAMILY)
     if kept_in == "hub":
         serve("me/mine", list(OWN))
-        source, repo = "me/mine", "me/mine"
+        source, repo, text = "me/mine", "me/mine", None
     else:
         source, repo = str(lay_out(tmp_path / "mine", *OWN)), "mine"
-    study = trajectory("smoke", text, source=source, pattern="step{S}", table=tmp_path / "mine.csv")
+        text = TextOptions((text_dir,))
+    study = trajectory("smoke", text, source=source, family=tmp_path / "mine.toml")
     (run,) = lines(study)
-    assert (run.name, run.family, run.schedule) == ("training", None, "schedule of mine.csv")
+    assert (run.name, run.family, run.schedule) == ("training", None, "wsd of mine.toml")
     known = [(each.name, each.step, each.tokens, each.learning_rate) for each in run.revisions]
     assert known == [
         ("step100", 100, 200_000, 3e-4),
-        ("step200", 200, None, None),
-        ("step1000", 1000, 2_000_000, None),
+        ("step200", 200, 400_000, 3e-4),
+        ("step1000", 1000, 2_000_000, 0.0),
     ]
+    assert isinstance(study.text, PreparedText)
+    if text is None:
+        assert study.text.tokenizer == "me/tokenizer"
     message = capsys.readouterr().err
     assert f"left out 1 of 4 revisions: notes (is not a revision of {repo})" in message
-    assert "1 of 3 revisions are measured without a place in figures along training" in message
 
-    # the study's own command fetches them without being told the pattern
+    # the study's own command fetches them without being told the family
     download(source, tmp_path / "models", revisions=["step100"])
     record = json.loads((tmp_path / "models/step100/download.json").read_text())
     assert (record["repo"], record["revision"]) == (repo, "step100")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names", "steps"),
-    [
-        ("ckpt-{S:08}", ["ckpt-00000100", "ckpt-100", "ckpt-123456789"], [100, 123_456_789]),
-        ("run.1-step{S}-tokens{T}", ["run.1-step7-tokens3M", "runx1-step8-tokens3M"], [7]),
-        ("{S}", ["12", "012", "-1"], [12]),
-    ],
-)
-def test_patterns(tmp_path, text_dir, pattern, names, steps):
-    source = lay_out(tmp_path / "mine", *names)
-    text = TextOptions((text_dir,))
-    (run,) = lines(trajectory("smoke", text, source=source, pattern=pattern))
-    assert [revision.step for revision in run.revisions] == steps
-    assert run.revisions[0].tokens == (3_000_000 if "{T}" in pattern else None)
-
-
-@pytest.mark.parametrize(
-    ("settings", "table", "reason"),
-    [
-        ({"pattern": "step"}, None, "does not say where the step is; give one such as step{S}"),
-        ({"pattern": "{S}-{S}"}, None, "does not say where the step is"),
-        ({"pattern": "step{N}"}, None, "does not say where the step is"),
-        ({"pattern": "step{S:99}"}, None, "does not say where the step is"),
-        ({"pattern": "ckpt_{K:03}"}, None, "does not say where the step is"),
-        ({"pattern": "other{S}"}, None, "step100 is not a revision of mine; give one such as"),
-        ({"pattern": "step{S}", "family": REPO}, None, "leave family out"),
-        ({}, "step,tokens\n100,2\n", "that --set pattern=... names"),
-        ({"pattern": "step{S}"}, "step;tokens\n100;2\n", "has the columns step;tokens; give step"),
-        ({"pattern": "step{S}"}, "step,loss\n100,2\n", "has the columns step, loss; give step"),
-        ({"pattern": "step{S}"}, "", "has the columns none; give step"),
-        ({"pattern": "step{S}"}, "step,tokens\n7,2\n", "has none of the steps"),
-        ({"pattern": "step{S}"}, "step,tokens\n100,2e9\n", "line 2 of .*tokens is '2e9'"),
-        ({"pattern": "step{S}"}, "step,tokens\n100,-2\n", "tokens is '-2'; give a whole number"),
-        ({"pattern": "step{S}"}, f"step,tokens\n100,{'9' * 5000}\n", "give a whole number"),
-        ({"pattern": "step{S}"}, "step,learning_rate\n100,nan\n", "'nan'; give a number of at"),
-        ({"pattern": "step{S}"}, "step,tokens\n100,2\n100,3\n", "line 3 of .* no step of its own"),
-        ({"pattern": "step{S}"}, "step,tokens\n100,2,3\n", "or too many values"),
-        ({"pattern": "step{S}"}, b"step\n\xff\n", "is not UTF-8"),
-    ],
-)
-def test_revisions_of_ones_own_that_are_not_told_right(tmp_path, settings, table, reason):
-    source = lay_out(tmp_path / "mine", "step100")
-    if table is not None:
-        content = table if isinstance(table, bytes) else table.encode()
-        (tmp_path / "mine.csv").write_bytes(content)
-        settings = settings | {"table": tmp_path / "mine.csv"}
-    with pytest.raises(UserError, match=reason) as refused:
-        resolve_released(source, **settings)
-    assert "\n" not in str(refused.value)
-
-
-def resolve_released(source: Path, **settings: object) -> Study:
-    released = [f"source={source}", *(f"{key}={value}" for key, value in settings.items())]
-    return trajectory_of(released_of(released), smoke=True, on_text=True)
+def test_there_is_one_way_to_describe_revisions_of_ones_own(tmp_path):
+    source = ("--set", f"source={lay_out(tmp_path / 'mine', 'step100')}")
+    for gone in ("pattern=step{S}", "table=mine.csv"):
+        assert "no such setting" in refused("show", "trajectory", *source, "--set", gone)
+    missing = refused("show", "trajectory", *source, "--set", "family=no.toml", "--text", source[1])
+    assert "no.toml: No such file or directory; give a file of a family" in missing
