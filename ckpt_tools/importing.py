@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from ckpt_tools.hf.directory import (
 )
 from ckpt_tools.hf.forward import check_shapes, empty_model, quiet_transformers, spread_ids
 from ckpt_tools.probe import compute_probe
+from ckpt_tools.released.before import check_files
 from ckpt_tools.released.hub import hub
 from ckpt_tools.released.revisions import parse_revision
 from train.model.config import Llama3Scaling, ModelConfig, hf_settings, parameter_shapes
@@ -133,11 +135,13 @@ def find_source(source: str) -> ImportSource:
     # No pickles and no code are fetched.
     patterns = ["*.safetensors", MODEL_INDEX, *CONFIGURATION_FILES, *TOKENIZER_FILES]
     with hub(repository) as api:
-        configuration = list(CONFIGURATION_FILES)
-        read_trainable(
-            Path(api.snapshot_download(repository, revision=revision, allow_patterns=configuration))
-        )  # what cannot be imported is refused before the weights
-        path = Path(api.snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        # What cannot be imported is refused before the weights: by the names of files, and then by
+        # config.json.
+        plan = api.model_info(repository, revision=revision)
+        check_files(repository, revision, [file.rfilename for file in plan.siblings or []])
+        fetch = partial(api.snapshot_download, repository, revision=plan.sha)
+        read_trainable(Path(fetch(allow_patterns=list(CONFIGURATION_FILES))))
+        path = Path(fetch(allow_patterns=patterns))
     return ImportSource(path, repository, revision, {}, *_position(repository, revision))
 
 

@@ -48,7 +48,7 @@ from base.ranks import ALONE, Ranks
 from quant_eval.casts.activations import activation_cast
 from quant_eval.casts.linear import CastLinear, share_inputs
 from quant_eval.model.activations import Activations
-from quant_eval.model.streamed import Block
+from quant_eval.model.streamed import Block, Context
 from quant_eval.quantizer import GridSpec, QuantSpec
 from quant_eval.rotations import RotationName
 from quant_eval.rounding.grid import round_to_nearest
@@ -274,7 +274,7 @@ def sample(inputs: Activations, width: int, dtype: torch.dtype, ranks: Ranks) ->
 def learn_transforms(
     block: Block,
     batches: Sequence[Tensor],
-    context: dict[str, Any],
+    context: Context,
     spec: QuantSpec,
     seed: int,
     ranks: Ranks = ALONE,
@@ -349,7 +349,7 @@ class Trial:
         learnables: Mapping[str, Learnable],
         spec: QuantSpec,
         batches: Sequence[Tensor],
-        context: dict[str, Any],
+        context: Context,
     ) -> None:
         self.block, self._batches, self._context = block.copy(), batches, context
         with torch.no_grad():

@@ -15,8 +15,9 @@ from base.errors import UserError
 from base.files import write_json
 from base.reading import read_object
 from ckpt_tools.formats.weights import DTYPES
+from ckpt_tools.hf import opensci
 from train.model.config import MOST_LAYERS
-from train.model.families import FAMILIES
+from train.model.families import FAMILIES, FULL
 from train.model.families.family import NO_NAMES
 
 # Keys of `rope_parameters` that were keys of config.json, in some families under other names.
@@ -30,6 +31,7 @@ def read_config(hf_dir: Path) -> PretrainedConfig:
         UserError: it is damaged, of a kind that transformers does not know, or says in older keys
             something else than in newer ones.
     """
+    opensci.register()
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             hf_dir, local_files_only=True, trust_remote_code=False
@@ -42,13 +44,33 @@ def read_config(hf_dir: Path) -> PretrainedConfig:
     # Refused before anyone makes the modules of so many layers.
     if not 0 < getattr(config, "num_hidden_layers", 1) <= MOST_LAYERS:
         raise UserError(f"{path}: no model has {config.num_hidden_layers:,} layers; restore it")
-    check_forms(str(path), read_object(path))
+    check_understood(str(path), config, read_object(path))
+    return config
+
+
+def check_understood(path: str, config: PretrainedConfig, stated: dict[str, Any]) -> None:
+    """Raise UserError if a config.json says something else in older keys than in newer ones.
+
+    Of the rotary embeddings of several kinds of layers the newer ones are how transformers
+    understands the file, as it reads the older ones for one kind alone.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    check_forms(path, stated | ({"rope_parameters": rope} if by_kind(rope) else {}))
+
+
+def configuration(model_type: str, **settings: Any) -> PretrainedConfig:
+    """Return a configuration of transformers with these settings, the others at their defaults.
+
+    ValueError and others of transformers for values that do not go together.
+    """
+    opensci.register()
+    config: PretrainedConfig = AutoConfig.for_model(model_type, **settings)
     return config
 
 
 def write_configuration(directory: Path, family: str, settings: dict[str, Any], dtype: str) -> None:
     """Write both files for a model of transformers' `model_type` `family`."""
-    config = AutoConfig.for_model(family, **settings)
+    config = configuration(family, **settings)
     config.architectures, config.dtype = [FAMILIES[family].architecture], DTYPES[dtype]
     config.save_pretrained(directory)
     complete_configuration(directory, dtype)
@@ -82,8 +104,10 @@ def older_form(config: dict[str, Any]) -> dict[str, Any]:
     """
     older = {"torch_dtype": config["dtype"]} if config.get("dtype") else {}
     rope = config.get("rope_parameters")
-    if not rope or any(isinstance(value, dict) for value in rope.values()):
-        return older  # none, or a dictionary for each kind of layer, which no older key can hold
+    if not rope:
+        return older
+    if kinds := by_kind(rope):
+        return older | _older_by_kind(kinds)
 
     family = FAMILIES.get(config.get("model_type", ""))
     names = family.older_keys if family else NO_NAMES
@@ -91,6 +115,24 @@ def older_form(config: dict[str, Any]) -> dict[str, Any]:
     scaling = {key: value for key, value in rope.items() if key not in MOVED}
     is_scaled = scaling.get("rope_type", "default") != "default"
     return older | {"rope_scaling": scaling if is_scaled else None}
+
+
+def by_kind(rope: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Return the rotary embedding of each kind of layer; nothing if all have the same."""
+    return {kind: each for kind, each in (rope or {}).items() if isinstance(each, dict)}
+
+
+def _older_by_kind(kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return one base for all layers, and a scaling of those with full attention, as Olmo 3's.
+
+    None for both where that is not what the kinds have.
+    """
+    scaled = {kind for kind, each in kinds.items() if each.get("rope_type", "default") != "default"}
+    bases = {each.get("rope_theta") for each in kinds.values()}
+    if len(bases) > 1 or scaled - {FULL}:
+        return {"rope_theta": None, "rope_scaling": None}
+    scaling = {key: value for key, value in kinds[FULL].items() if key not in MOVED}
+    return {"rope_theta": bases.pop(), "rope_scaling": scaling if scaled else None}
 
 
 def check_forms(path: str, config: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from base.reading import parse_json, read_regular
 from ckpt_tools.released.revisions import Revision
 from ckpt_tools.released.trajectory import is_local
 from train.data.tokenizer import TOKENIZER_JSON
-from train.model.families import FAMILIES, attends_in_windows
+from train.model.families import FAMILIES, family_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -96,42 +96,44 @@ def check_files(source: str, revision: str, names: Iterable[str]) -> None:
         raise UserError(f"{source} has no {CONFIG} at {revision}; leave it out")
     if not any(name.endswith(".safetensors") for name in files):
         raise UserError(
-            f"{source} has no safetensors at {revision}; leave it out, pickled weights are not"
-            " opened"
+            f"{source} has no safetensors at {revision}; convert them"
+            " (docs/guides/released-models.md) or leave it out: pickled weights are not opened"
         )
 
 
 def check_measurable(content: bytes, source: str) -> None:
     """Raise UserError unless a model with this config.json can be quantized and measured.
 
-    Code beside a model is never run: a model type that transformers does not have is refused.
+    Code beside a model is never run: a model type without a row in the table is refused.
     """
     fields = parse_json(content, f"config.json of {source}", "give another model")
     if not isinstance(fields, dict):
         raise UserError(f"config.json of {source} is not a JSON object; give another model")
-    kind, classes = fields.get("model_type"), fields.get("architectures") or ["none"]
+    kind, classes = fields.get("model_type"), fields.get("architectures")
+    named = classes[0] if isinstance(classes, list) and classes else classes
     known = f"give a model of {', '.join(FAMILIES)}"
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         code = ", code of its own that is never run" if "auto_map" in fields else ""
         raise UserError(f"{source} cannot be measured: its type is {kind!r}{code}; {known}")
-    if classes[0] != FAMILIES[kind].architecture:
-        raise UserError(f"{source} cannot be measured: it is a {classes[0]}; {known}")
-    if attends_in_windows(_config(fields, source)):
-        raise UserError(
-            f"{source} cannot be measured: {kind} with sliding windows is not supported; give a"
-            " model with full attention"
-        )
+    if named not in FAMILIES[kind].architectures:
+        raise UserError(f"{source} cannot be measured: it is a {named}; {known}")
+    try:
+        family_of(_config(fields))
+    except UserError as error:
+        raise UserError(f"{source} cannot be measured: {error}") from None
 
 
-def _config(fields: dict[str, Any], source: str) -> "PretrainedConfig":
+def _config(fields: dict[str, Any]) -> "PretrainedConfig":
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+
+    from ckpt_tools.hf.configuration import check_understood, configuration
 
     settings = {key: value for key, value in fields.items() if key != "model_type"}
     try:
-        config: PretrainedConfig = AutoConfig.for_model(fields["model_type"], **settings)
+        config = configuration(fields["model_type"], **settings)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(
-            f"config.json of {source}: {' '.join(str(error).split())[:200]}; give another model"
+            f"config.json: {' '.join(str(error).split())[:200]}; give another model"
         ) from None
+    check_understood("config.json", config, fields)
     return config

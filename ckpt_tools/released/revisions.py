@@ -137,7 +137,8 @@ def _read(stage: Stage, repo: str, revision: str) -> Revision | None:
     """Return the revision of this name if it is named like the stage, else None.
 
     Raises:
-        UserError: it is named like the stage, but has not seen so many tokens.
+        UserError: it is named like the stage, but has not seen so many tokens, or comes after its
+            last step.
     """
     match = re.fullmatch(_pattern_of(stage.template), revision)
     if not match:
@@ -148,6 +149,12 @@ def _read(stage: Stage, repo: str, revision: str) -> Revision | None:
         number = int(fields["number"])
         # Chunks count from 0 and are named when they end.
         step = number if stage.chunk_steps is None else (number + 1) * stage.chunk_steps
+
+    if stage.last is not None and step is not None and step > stage.last:
+        raise UserError(
+            f"{revision}: {repo} is known to end at step {stage.last}; give --set pattern=... and a"
+            " table of its own"
+        )
 
     return Revision(
         repo=repo,
@@ -232,7 +239,7 @@ def learning_rate(curve: Curve, step: int) -> float | None:
         (0.5, 1.0, 0.5)
     """
     if curve.known_until is not None and step > curve.known_until:
-        return None
+        return learning_rate(curve.then, step) if curve.then else None
     if step < curve.warmup:
         return curve.peak * (curve.warmup_from + (1 - curve.warmup_from) * step / curve.warmup)
     start = curve.warmup if curve.decay_from is None else curve.decay_from

@@ -1,12 +1,14 @@
 """Operations and memory of one pass through a model, by running it on tensors without content.
 
-The real code runs with one and with two decoder blocks; each adds the same, so the model's own
-depth follows. Nothing of the model is in memory and no weight is read: a config.json is enough.
+The real code runs with one and with two decoder blocks of each kind; each adds the same, so the
+model's own depth follows. Nothing of the model is in memory and no weight is read: a config.json
+is enough.
 """
 
 import copy
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -148,31 +150,79 @@ def simulate(
     config: PretrainedConfig, settings: ProductSettings, sequence_length: int, *, dual: bool
 ) -> Pass:
     """Return a pass of the dual layers, or of transformers' code, over a microbatch."""
-    shallow, deep = (_at_depth(config, depth, settings, sequence_length, dual) for depth in DEPTHS)
-    further = (config.num_hidden_layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
-    return Pass(*(a + further * (b - a) for a, b in zip(shallow, deep, strict=True)))
+    kinds = _kinds(config)
+    passes = {
+        kind: [_at_depth(config, kind, depth, settings, sequence_length, dual) for depth in DEPTHS]
+        for kind in kinds
+    }
+    fields = range(len(Pass._fields))
+    return Pass(
+        *(
+            _of_model(
+                kinds, {kind: (one[field], two[field]) for kind, (one, two) in passes.items()}
+            )
+            for field in fields
+        )
+    )
+
+
+Kind = tuple[Any, ...]  # of a block: its entry in each setting that has one for every block
+
+
+def _by_block(config: PretrainedConfig) -> dict[str, list[Any]]:
+    """Return the settings that have an entry for each block."""
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == config.num_hidden_layers
+    }
+
+
+def _kinds(config: PretrainedConfig) -> Counter[Kind]:
+    """Return how many blocks there are of each kind."""
+    settings = _by_block(config).values()
+    return Counter(zip(*settings, strict=True) if settings else {(): config.num_hidden_layers})
+
+
+def _of_model(kinds: Counter[Kind], counted: dict[Kind, tuple[float, float]]) -> float:
+    """Return a count of the model, from those with few blocks of one kind, `DEPTHS`."""
+    few, more = DEPTHS
+    added = {kind: (deep - shallow) / (more - few) for kind, (shallow, deep) in counted.items()}
+    # All that is outside the blocks is in each of these; of a peak the highest is taken.
+    return max(
+        shallow + sum((kinds[each] - few * (each == kind)) * added[each] for each in kinds)
+        for kind, (shallow, _) in counted.items()
+    )
 
 
 def _at_depth(
-    config: PretrainedConfig, depth: int, settings: ProductSettings, length: int, dual: bool
+    config: PretrainedConfig,
+    kind: Kind,
+    depth: int,
+    settings: ProductSettings,
+    length: int,
+    dual: bool,
 ) -> Pass:
-    """Return a pass of the first blocks, simulated once: it takes seconds."""
+    """Return a pass of so many blocks of a kind, simulated once: it takes seconds."""
     product = settings.dtype, settings.checkpointing, settings.microbatch_sequences
-    key = (config.to_json_string(), depth, *product, length, dual)
+    key = (config.to_json_string(), kind, depth, *product, length, dual)
     if key not in _PASSES:
-        _PASSES[key] = _simulated(config, depth, settings, length, dual)
+        _PASSES[key] = _simulated(config, kind, depth, settings, length, dual)
     return _PASSES[key]
 
 
 def _simulated(
-    config: PretrainedConfig, depth: int, settings: ProductSettings, length: int, dual: bool
+    config: PretrainedConfig,
+    kind: Kind,
+    depth: int,
+    settings: ProductSettings,
+    length: int,
+    dual: bool,
 ) -> Pass:
     shortened = copy.deepcopy(config)
     shortened.num_hidden_layers = depth
-    # Settings with an entry for each block have to be as short as the model.
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            setattr(shortened, name, value[:depth])
+    for name, entry in zip(_by_block(config), kind, strict=True):
+        setattr(shortened, name, [entry] * depth)
 
     quiet_transformers()
     with _without_content(dual_layers=dual):

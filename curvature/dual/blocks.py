@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from base.errors import UserError
+from ckpt_tools.hf.configuration import by_kind
 from curvature.dual.attention import causal_attention
 from curvature.dual.elementwise import layer_norm, rms_norm, rotated, swiglu
 from curvature.dual.numbers import Dual, clipped, gelu, linear, standardised, xielu
@@ -31,12 +32,16 @@ BARE_EPSILON = 1e-5  # OLMo's code holds it, not the configuration
 
 
 class Context(NamedTuple):
-    """Rotary tables, the precision of the computation, and the queries that attend at once."""
+    """Rotary tables, the precision of the computation, and the queries that attend at once.
+
+    `window` is the tokens that a query sees, its own included; None: all before.
+    """
 
     cos_SE: Tensor
     sin_SE: Tensor
     dtype: torch.dtype
     queries_per_chunk: int
+    window: int | None
 
 
 # A decoder block, residual stream [B, S, D] and context to the next residual stream.
@@ -54,14 +59,17 @@ def curved_family(config: PretrainedConfig) -> Family:
     expected = {"is_causal": True, "hidden_act": family.hidden_act}
     if not family.rotates_parts:
         expected["partial_rotary_factor"] = 1.0
-    # transformers 5 holds the settings of the rotary embedding in a dictionary of their own.
-    settings = config.to_dict() | (config.rope_parameters or {})
-    for name, value in expected.items():
-        if settings.get(name) not in (None, value):
-            raise UserError(
-                f"curvature knows {config.model_type} with {name} {value}, this model has"
-                f" {settings[name]}; give one without"
-            )
+    # transformers 5 holds the settings of the rotary embedding in a dictionary of their own, and
+    # those of several kinds of layers in one for each.
+    rope = config.rope_parameters or {}
+    for settings in by_kind(rope).values() or [rope]:
+        stated = config.to_dict() | settings
+        for name, value in expected.items():
+            if stated.get(name) not in (None, value):
+                raise UserError(
+                    f"curvature knows {config.model_type} with {name} {value}, this model has"
+                    f" {stated[name]}; give one without"
+                )
     return family
 
 
@@ -195,6 +203,7 @@ def _attend(
         value_BKSE,
         scale=scale,
         queries_per_chunk=context.queries_per_chunk,
+        window=context.window,
     )
 
 

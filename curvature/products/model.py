@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from base.errors import UserError
 from base.ranks import Ranks
+from ckpt_tools.hf.layer_kinds import rotary_tables
 from curvature.dual.blocks import (
     TANGENT,
     Block,
@@ -35,6 +36,7 @@ from curvature.dual.cross_entropy import summed_cross_entropy
 from curvature.dual.numbers import Dual, rematerialised, widened
 from curvature.products.parameters import Parameters, copy, local
 from train.model.accumulation import embedded
+from train.model.families import layer_kinds, window_of
 
 Sharding = Literal["none", "fsdp"]
 # logits_BSV, tokens_BS1, its rows in the batch -> summed loss
@@ -184,17 +186,20 @@ class _Entry(nn.Module):
         return criterion(logits_BSV, tokens_BS1, rows)
 
     def _dual_loss(self, tokens_BS1: Tensor) -> Dual:
-        dtype, decoder = self._dtype, self.model.get_decoder()
+        dtype, decoder, config = self._dtype, self.model.get_decoder(), self.model.config
         inputs_BS, labels_N = tokens_BS1[:, :-1], tokens_BS1[:, 1:].flatten()
         table = parameter(self.model.get_input_embeddings(), dtype)
         # Looking up a row is linear in the table, so the tangent is looked up likewise.
         hidden_BSD = widened(table.map(lambda t: embedded(inputs_BS, t)))
         positions = torch.arange(inputs_BS.shape[1], device=inputs_BS.device)[None]
+        tables = rotary_tables(decoder.rotary_emb, config, hidden_BSD.value, positions)
         # All sequences have the same positions: the tables' axis of one sequence is dropped.
-        cos_SE, sin_SE = (table[0] for table in decoder.rotary_emb(hidden_BSD.value, positions))
-        context = Context(cos_SE, sin_SE, dtype, self._queries_per_chunk)
-        for layer in decoder.layers:
-            hidden_BSD = layer(hidden_BSD, context)
+        contexts = {
+            kind: Context(cos[0], sin[0], dtype, self._queries_per_chunk, window_of(config, kind))
+            for kind, (cos, sin) in tables.items()
+        }
+        for layer, kind in zip(decoder.layers, layer_kinds(config), strict=True):
+            hidden_BSD = layer(hidden_BSD, contexts[kind])
         final_norm = getattr(decoder, self.family.final_norm)
         normed_BSD = dual_norm(self.family.norm)(final_norm, hidden_BSD, dtype, None)
         return summed_cross_entropy(

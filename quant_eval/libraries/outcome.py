@@ -13,13 +13,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from base.errors import UserError
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import read_whole
+from ckpt_tools.hf.configuration import by_kind
 from ckpt_tools.hf.forward import names_in_files
 from quant_eval.quantizers.libraries import LibrarySpec
+from train.model.families import layer_kinds, window_of
 
 # Steps of its grid between a weight and the one it was rounded from, for methods that do not move
 # the error of one weight on to others: half by rounding, up to one by what AutoRound learns.
@@ -42,6 +44,25 @@ class ReportedGrid:
 
 
 Grids = dict[str, ReportedGrid]  # by linear
+
+
+def check_alike(library: str, config: PretrainedConfig, length: int) -> None:
+    """Raise UserError if layers need another mask or rotary embedding than the first.
+
+    `library` computes every block with those that the first one was given. They are the same where
+    `length`, the tokens of a sequence, is below the windows and no kind of layer has a rotary
+    embedding of its own.
+    """
+    kinds = list(dict.fromkeys(layer_kinds(config)))
+    rope = by_kind(getattr(config, "rope_parameters", None))
+    windows = [window_of(config, kind) for kind in kinds]
+    masked = any(window is not None and window <= length for window in windows)
+    if len(kinds) > 1 and (masked or any(rope.get(each) != rope.get(kinds[0]) for each in kinds)):
+        raise UserError(
+            f"{library} gives every layer the mask and the rotary embedding of the first; those of"
+            f" {' and '.join(kinds)} differ at {length} tokens of this {config.model_type}; give"
+            " gptq, which is calibrated with each layer's own"
+        )
 
 
 def block_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:

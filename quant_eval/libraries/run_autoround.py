@@ -36,6 +36,7 @@ from quant_eval.libraries.outcome import (
     Grids,
     ReportedGrid,
     block_linears,
+    check_alike,
     check_outcome,
     original_weights,
 )
@@ -175,6 +176,7 @@ def quantize(job: Job) -> None:
 
     dtype = DTYPES[job.dtype]
     model = load_hf_model(job.hf_dir, dtype, attention="sdpa", architectures=ARCHITECTURES)
+    check_alike("auto-round", model.config, ids_NL.shape[1])
     linears, original = block_linears(model), original_weights(job.hf_dir, model, dtype)
     if len(ids_NL) < BATCH:  # it would leave them out
         raise UserError(

@@ -35,6 +35,7 @@ from quant_eval.libraries.outcome import (
     Grids,
     ReportedGrid,
     block_linears,
+    check_alike,
     check_outcome,
     original_weights,
 )
@@ -46,7 +47,7 @@ Inversion = Callable[[Any, Tensor], tuple[Tensor | None, float]]
 RIGHT = (
     *("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM"),
     *("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("SmolLM3ForCausalLM", "ApertusForCausalLM"),
+    *("SmolLM3ForCausalLM", "ApertusForCausalLM", "Olmo3ForCausalLM"),
 )
 DROPPED_TOKENS = 10  # gptqmodel always leaves out sequences of up to so many tokens
 ENVIRONMENT = {
@@ -201,6 +202,7 @@ def quantize(job: Job) -> None:
 
     dtype = DTYPES[job.dtype]
     hf_model = load_hf_model(job.hf_dir, dtype, attention="sdpa", architectures=RIGHT)
+    check_alike("gptqmodel", hf_model.config, ids_NL.shape[1])
     # Names are taken before gptqmodel works on the model, which it does not leave as it was.
     linears, original = [*block_linears(hf_model)], original_weights(job.hf_dir, hf_model, dtype)
 

@@ -4,7 +4,6 @@ Shapes: B sequences, L tokens of a sequence, D hidden features.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from ckpt_tools.hf.measured import Linear
 from quant_eval.learned import learn_transforms, sample
 from quant_eval.measuring.groups import GroupQuantizer, Keep, Linears
 from quant_eval.model.activations import Activations
-from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.model.streamed import Block, Context, StreamedModel
 from quant_eval.quantizer import QuantSpec
 from quant_eval.rotations import ROTATIONS
 from quant_eval.rounding.inputs import InputStatistics
@@ -57,7 +56,7 @@ class BlockQuantizer:
         self,
         spec: QuantSpec,
         calibration: Activations,
-        context: dict[str, Any],
+        context: Context,
         ranks: Ranks,
         buffers: Buffers,
         keeps_gated: bool,

@@ -6,7 +6,6 @@ Shapes: N calibration sequences, L tokens of a sequence, B sequences of a batch.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from quant_eval.measuring.room import Room, room_for, sizes_of
 from quant_eval.measuring.sequential import BlockQuantizer, Buffers
 from quant_eval.measuring.streams import Evaluated, Stream, evaluated_stream
 from quant_eval.model.activations import Activations
-from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.model.streamed import Block, Context, StreamedModel
 from quant_eval.quantizer import QuantSpec
 from quant_eval.settings import ComputeSettings
 from quant_eval.transforms.placement import places_of
@@ -212,7 +211,7 @@ class _Passes:
     def _quantizers(self, variants: Sequence[Variant]) -> list[BlockQuantizer]:
         quantizers, buffers = list[BlockQuantizer](), Buffers()
         for variant in variants:
-            batches, context = list[Tensor](), dict[str, Any]()
+            batches, context = list[Tensor](), Context()
             # a rank calibrates with its share of the sequences
             if (draw_NL := variant.calibration_NL) is not None:
                 share = self._ranks.share(len(draw_NL))

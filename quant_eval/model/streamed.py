@@ -16,8 +16,11 @@ from base.errors import UserError
 from ckpt_tools.formats.weights import Weights, read_whole
 from ckpt_tools.hf.configuration import read_config
 from ckpt_tools.hf.forward import check_shapes, empty_model, names_in_files
-from train.model.families import LAYERS, family_of
+from ckpt_tools.hf.layer_kinds import attention_masks, rotary_tables
+from train.model.families import FULL, LAYERS, family_of, layer_kinds
 from train.model.families.family import Family
+
+Context = dict[str, dict[str, Any]]  # what blocks of each kind need besides the stream
 
 
 class Block:
@@ -26,14 +29,17 @@ class Block:
     Attributes:
         module: transformers' own.
         prefix: of its parameters' names in the model.
+        kind: says which tokens its queries see.
         mixes_sequences: whether what it makes of a sequence depends on what else is in the batch,
             padding included: it is then given one sequence at a time. LLM.int8() calls a feature an
             outlier for all tokens of a batch.
     """
 
-    def __init__(self, module: Any, prefix: str, family: Family, is_parallel: bool) -> None:
+    def __init__(
+        self, module: Any, prefix: str, family: Family, is_parallel: bool, kind: str = FULL
+    ) -> None:
         self.module, self.prefix, self.family = module, prefix, family
-        self.is_parallel = is_parallel
+        self.is_parallel, self.kind = is_parallel, kind
         self.mixes_sequences = False
         self.attention, self.mlp = getattr(module, family.attention), getattr(module, family.mlp)
         self._norms = getattr(module, family.attention_norm), getattr(module, family.mlp_norm)
@@ -43,7 +49,7 @@ class Block:
         # deepcopy takes from its memo what is there already: modules are copied, tensors are not.
         tensors = (*self.module.parameters(), *self.module.buffers())
         module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
-        return Block(module, self.prefix, self.family, self.is_parallel)
+        return Block(module, self.prefix, self.family, self.is_parallel, self.kind)
 
     def linears(self) -> list[dict[str, nn.Linear]]:
         """Return linears by name in groups of one input, in the order in which they compute."""
@@ -68,9 +74,9 @@ class Block:
         gain: Tensor | None = getattr(self._norms[norms[site]], "weight", None)
         return gain
 
-    def __call__(self, x_BLD: Tensor, context: dict[str, Any]) -> Tensor:
+    def __call__(self, x_BLD: Tensor, context: Context) -> Tensor:
         """Return the block's output."""
-        output: Tensor = self.module(x_BLD, **context)
+        output: Tensor = self.module(x_BLD, **context[self.kind])
         return output
 
     def attention_input(self, x_BLD: Tensor) -> Tensor:
@@ -78,12 +84,12 @@ class Block:
         normed_BLD: Tensor = self._norms[0](x_BLD) if self.family.norms == "before" else x_BLD
         return normed_BLD
 
-    def attended(self, x_BLD: Tensor, context: dict[str, Any]) -> Tensor:
+    def attended(self, x_BLD: Tensor, context: Context) -> Tensor:
         """Return the input of the attention's last linear, [B, L, G]."""
         # With the last linear as the identity, the module returns what that linear reads.
         with _skipped(self.attention, self.family.writing):
             inputs: tuple[Tensor, ...] = self.attention(
-                hidden_states=self.attention_input(x_BLD), **context
+                hidden_states=self.attention_input(x_BLD), **context[self.kind]
             )
         return inputs[0]
 
@@ -162,17 +168,21 @@ class StreamedModel:
         UserError with the name of a weight that is not finite.
         """
         name = f"{self.family.decoder}.{LAYERS}.{index}"
-        return Block(self._load(name), name, self.family, self._is_parallel)
+        kind = layer_kinds(self.config)[index]
+        return Block(self._load(name), name, self.family, self._is_parallel, kind)
 
-    def context(self, length: int) -> dict[str, Any]:
-        """Return what every block needs besides the stream of sequences of that length."""
+    def context(self, length: int) -> Context:
+        """Return what blocks need besides the stream of sequences of that length, by their kind."""
         rotary = getattr(self._empty, self.family.decoder).rotary_emb.to(self.device)
-        # The rotary embedding reads the dtype and device of its argument alone.
-        example = torch.empty(0, dtype=self.dtype, device=self.device)
-        positions = torch.arange(length, device=self.device)[None]
+        # without features: one sequence stands for those of a batch
+        example_1L0 = torch.empty(1, length, 0, dtype=self.dtype, device=self.device)
+        positions_1L = torch.arange(length, device=self.device)[None]
+        masks = attention_masks(self._empty.config, example_1L0)
         return {
-            "position_embeddings": rotary(example, position_ids=positions),
-            "attention_mask": None,
+            kind: {"position_embeddings": tables, "attention_mask": masks[kind]}
+            for kind, tables in rotary_tables(
+                rotary, self.config, example_1L0, positions_1L
+            ).items()
         }
 
     def embedding(self) -> nn.Module:

@@ -35,6 +35,7 @@ from quant_eval.quantizer import QuantSpec
 from quant_eval.saved.compressed import CompressedFormat
 from quant_eval.saved.gptq import GPTQFormat, GPTQSettings, settings_of
 from quant_eval.transforms.steps import Transform
+from train.model.families import family_of
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PretrainedConfig
@@ -103,6 +104,11 @@ class CheckpointWriter:
         if out.exists() and (read_lineage(out) or ({}, {}))[0].get("kind") != KIND:
             raise UserError(f"{out} exists and is not a quantized checkpoint; give a new directory")
         model = empty_model(read_config(hf_dir))
+        if not family_of(model.config).in_transformers:
+            raise UserError(
+                f"no engine reads a checkpoint of {model.config.model_type}, whose class only this"
+                " project has; leave out --save, or give --dense"
+            )
         tensors, head = model.state_dict(), model.get_output_embeddings()
         self._shapes = {
             file: tuple(tensors[name].shape) for name, file in names_in_files(model).items()

@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import HfApi
+from huggingface_hub.hf_api import ModelInfo
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
@@ -340,11 +341,18 @@ def test_a_revision_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
         asked.update(options, repository=repository)
         return str(snapshot)
 
+    def info(_: HfApi, repository: str, revision: str) -> ModelInfo:
+        asked.update(named=(repository, revision))
+        names = [{"rfilename": path.name} for path in snapshot.iterdir()]
+        return ModelInfo(id=repository, sha="a commit", siblings=names)
+
     repository, revision = "allenai/OLMo-2-1124-7B", "stage1-step1000-tokens5B"
     with monkeypatch.context() as patched:
         patched.setattr(HfApi, "snapshot_download", fetch)
+        patched.setattr(HfApi, "model_info", info)
         import_checkpoint(f"{repository}@{revision}", tmp_path / "out")
-    assert (asked["repository"], asked["revision"]) == (repository, revision)
+    assert asked["named"] == (repository, revision)
+    assert (asked["repository"], asked["revision"]) == (repository, "a commit")
     code = ("pytorch_model.bin", "m.py")
     assert not any(fnmatch(name, each) for name in code for each in asked["allow_patterns"])
     record = verified_record(tmp_path / "out")

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from base.ranks import ALONE
+from ckpt_tools.hf.configuration import configuration
 from curvature.__main__ import app
 from curvature.products.exact import DualHessian
 from curvature.products.model import CurvedModel
@@ -38,7 +39,7 @@ def tiny_model(
 ) -> Any:
     """A random model of about 1,500 parameters, norm weights drawn too."""
     torch.manual_seed(1)
-    settings = AutoConfig.for_model(model_type, **(TINY | config))
+    settings = configuration(model_type, **(TINY | config))
     model = AutoModelForCausalLM.from_config(settings)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -147,7 +148,9 @@ def dense_hessian(model: PreTrainedModel, tokens_BS1: Tensor) -> Dense:
     """Row after row by reverse mode over reverse mode, in float64."""
     weights = list(model.parameters())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[type(model).__module__], "torch", _DoubleForFloat())
+        for name in {type(module).__module__ for module in model.modules()}:
+            if name.startswith("transformers.models."):
+                patch.setattr(sys.modules[name], "torch", _DoubleForFloat())
         loss, gradient_P = differentiable_gradient(model, tokens_BS1)
     size = len(gradient_P)
     chunks = []

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import AutoModelForCausalLM, Olmo2Config
+from transformers import AutoModelForCausalLM, Olmo2Config, Olmo3Config, PretrainedConfig
 
 import curvature.products.parameters
 import curvature.spectrum.lanczos
@@ -52,14 +52,24 @@ def config_of(depth: int) -> Olmo2Config:
     return Olmo2Config(num_hidden_layers=depth, eos_token_id=0, **shape)
 
 
+def windowed() -> Olmo3Config:
+    """Five blocks, of which one has full attention."""
+    shape = widths(D, F, HEADS, KEY_HEADS, max_position_embeddings=S, vocab_size=V)
+    kinds = ["sliding_attention"] * 5
+    kinds[2] = "full_attention"
+    return Olmo3Config(
+        num_hidden_layers=5, eos_token_id=0, layer_types=kinds, sliding_window=S // 4, **shape
+    )
+
+
 def settings_of(checkpointing: bool = False, dtype: str = "fp32") -> HutchinsonSettings:
     return HutchinsonSettings(microbatch_sequences=B, checkpointing=checkpointing, dtype=dtype)  # type: ignore[arg-type]
 
 
-def real_flops(depth: int, settings: HutchinsonSettings, dual: bool) -> float:
+def real_flops(config: PretrainedConfig, settings: HutchinsonSettings, dual: bool) -> float:
     """Operations of a product, or of a gradient, that is made; by torch's counter."""
     model = AutoModelForCausalLM.from_config(
-        config_of(depth), dtype=torch.float32, attn_implementation="sdpa"
+        config, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
     curved = CurvedModel(
         model, ranks=ALONE, dtype=DTYPES[settings.dtype], checkpointing=settings.checkpointing
@@ -90,7 +100,21 @@ def real_flops(depth: int, settings: HutchinsonSettings, dual: bool) -> float:
 def test_operations_are_those_of_a_pass_that_is_made(dual, checkpointing, dtype):
     """Two depths are simulated, a third is run."""
     settings = settings_of(checkpointing, dtype)
-    assert simulate(config_of(3), settings, S, dual=dual).flops == real_flops(3, settings, dual)
+    simulated = simulate(config_of(3), settings, S, dual=dual).flops
+    assert simulated == real_flops(config_of(3), settings, dual)
+
+
+@pytest.mark.parametrize("dual", [False, True])
+def test_blocks_of_each_kind_count_for_themselves(dual):
+    """The dual layers compute no scores outside of the windows."""
+    simulated = simulate(windowed(), settings_of(), S, dual=dual)
+    rotary = 2 * S * E // 2  # positions times frequencies, once more for the second kind
+    assert simulated.flops + rotary == real_flops(windowed(), settings_of(), dual)
+    full = windowed()
+    full.layer_types = ["full_attention"] * 5
+    everything = simulate(full, settings_of(), S, dual=dual)
+    assert (simulated.flops < everything.flops) == dual
+    assert (simulated.moved < everything.moved) == dual
 
 
 def test_operations_by_hand():

@@ -10,7 +10,7 @@ from ckpt_tools.formats.hf_weights import HFWeights
 from quant_eval.casts.activations import activation_cast
 from quant_eval.casts.attention import CacheCast, attach, cast_cache, watch_cache
 from quant_eval.casts.linear import CastLinear
-from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.model.streamed import Block, Context, StreamedModel
 from quant_eval.quantizer import ColumnSpec, GridSpec
 from quant_eval.rounding.gptq import gptq, prepare
 from quant_eval.rounding.grid import round_to_nearest
@@ -78,7 +78,7 @@ def cache(workbench: Workbench) -> list[CheckedFigure]:
     ]
 
 
-def _cached(block: Block, x_BLD: Tensor, context: dict[str, object]) -> dict[str, Block]:
+def _cached(block: Block, x_BLD: Tensor, context: Context) -> dict[str, Block]:
     """Copies of a block by what its cache holds."""
     copies = {name: block.copy() for name in ("not cast", "4 bits", "FP8")}
     attach(copies["not cast"], CacheCast(nn.Identity(), nn.Identity()))

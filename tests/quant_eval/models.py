@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.hf.configuration import configuration
 from quant_eval.model.streamed import StreamedModel
 from quant_eval.settings import RunSettings
 from train.data.prepare import prepare
@@ -29,6 +30,15 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+YARN_IN_FULL = {  # as in the long context of Olmo 3
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
 # name -> model type and what differs from its defaults
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {"num_key_value_heads": 4}),
@@ -42,6 +52,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": (
         "apertus",
         {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "olmo3": (
+        "olmo3",
+        {"num_key_value_heads": 2, "sliding_window": 8, "rope_parameters": YARN_IN_FULL}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "mistral-windows": ("mistral", {"num_key_value_heads": 2, "sliding_window": 8}),
+    "opensci": (
+        "opensci",
+        {"attention_bias": True, "mlp_bias": True, "qk_layernorm": True}
+        | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     ),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False}),
@@ -59,7 +80,7 @@ def random_model(name: str, **changes: Any) -> Any:
     one would go unseen.
     """
     model_type, settings = ARCHITECTURES[name]
-    config = CONFIG_MAPPING[model_type](**(SHAPE | settings | changes))
+    config = configuration(model_type, **(SHAPE | settings | changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

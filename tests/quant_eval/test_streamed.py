@@ -105,14 +105,17 @@ def test_each_linear_reads_what_it_reads_in_the_whole_model(directory):
     assert not expected  # no linear of the blocks is in no group
 
 
-def test_unknown_architectures_and_sliding_windows_are_refused(tmp_path):
+def test_unknown_architectures_and_kinds_of_layers_are_refused(tmp_path):
     directory = make_model(tmp_path / "model", "smollm3")
     change_config(directory, layer_types=["sliding_attention"] * 3)
-    with pytest.raises(UserError, match="sliding"):
+    with pytest.raises(UserError, match="layers of sliding_attention but no sliding_window"):
+        open_model(directory)
+    change_config(directory, layer_types=["chunked_attention"] * 3)
+    with pytest.raises(UserError, match="smollm3 with chunked_attention is not supported"):
         open_model(directory)
     change_config(directory, model_type="gpt2")
     with pytest.raises(UserError, match="one of olmo2"):
         open_model(directory)
-    windowed = make_model(tmp_path / "mistral", "mistral", sliding_window=32)
-    with pytest.raises(UserError, match="mistral with sliding windows is not supported"):
+    windowed = make_model(tmp_path / "llama", "llama", sliding_window=32)
+    with pytest.raises(UserError, match="llama with sliding_attention is not supported"):
         open_model(windowed)

@@ -58,6 +58,7 @@ def test_a_measurement_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, 
         ("llama-tied", torch.float32),
         ("smollm3-tied", torch.float32),
         ("apertus", torch.float32),
+        ("olmo3", torch.float32),
         ("gpt_neox", torch.float32),
     ],
 )

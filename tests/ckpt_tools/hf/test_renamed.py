@@ -76,6 +76,28 @@ def test_either_form_says_the_same_to_transformers(tmp_path, name, scaling):
     assert json.loads((tmp_path / "config.json").read_text()) == both
 
 
+def by_kind(theta: float = 7_000.0, **of_full: Any) -> dict[str, Any]:
+    full = ROPES["yarn"] | {"rope_theta": 7_000.0} | of_full
+    return {"sliding_attention": ROPES["default"] | {"rope_theta": theta}, "full_attention": full}
+
+
+def test_one_base_for_all_layers_and_a_scaling_of_those_with_full_attention(tmp_path):
+    """Olmo 3, as its published files have it; transformers 5 takes the default base for the layers
+    in windows, whatever the older key says.
+    """
+    newer = write_config(tmp_path, "olmo3", by_kind())
+    complete_configuration(tmp_path, "bf16")
+    both = json.loads((tmp_path / "config.json").read_text())
+    assert both["rope_theta"] == 7_000.0
+    assert both["rope_scaling"] == ROPES["yarn"]
+    assert reads(tmp_path, both) == reads(tmp_path, newer)
+    read_config(tmp_path)
+    published = both | {"rope_theta": 5e5, "rope_parameters": by_kind(5e5, rope_theta=5e5)}
+    older = {key: value for key, value in published.items() if key not in NEWER}
+    assert reads(tmp_path, older) == reads(tmp_path, published)
+    read_config(tmp_path)
+
+
 CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_theta": 10_000}, "rope_theta is 10000, but rope_parameters is"),
     (
@@ -92,13 +114,22 @@ CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"torch_dtype": "float32"}, "torch_dtype is 'float32', but dtype is 'bfloat16'"),
     ("gpt_neox", {"rotary_emb_base": 10_000}, "rotary_emb_base is 10000, but rope_parameters"),
     ("gpt_neox", {"rotary_pct": 0.25}, "rotary_pct is 0.25, but rope_parameters is"),
+    ("olmo3", {"rope_theta": 1e4}, "rope_theta is 10000.0, but rope_parameters is"),
+    # which transformers 5 reads for full attention alone
+    ("olmo3", {"rope_theta": 1e4, "rope_parameters": None}, "rope_theta is 10000.0, but"),
+    (
+        "olmo3",
+        {"rope_theta": 7e3, "rope_scaling": None, "rope_parameters": by_kind()},
+        "rope_scaling is None, but",
+    ),
+    ("olmo3", {"rope_theta": 7e3, "rope_parameters": by_kind(8e3)}, "rope_theta is 7000.0, but"),
 ]
 
 
 @pytest.mark.parametrize(("name", "older", "expected"), CONFLICTS)
 def test_forms_that_differ_are_refused(tmp_path, name, older, expected):
     rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
-    config = write_config(tmp_path, name, rope)
+    config = write_config(tmp_path, name, by_kind() if name == "olmo3" else rope)
     (tmp_path / "config.json").write_text(json.dumps(config | older))
     with pytest.raises(UserError, match=expected):
         read_config(tmp_path)

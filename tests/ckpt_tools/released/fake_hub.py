@@ -51,8 +51,9 @@ def model_files(seed: int) -> dict[str, bytes]:
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves `revisions`, and `others` of further repositories; `got` lists the (revision, file)
-    whose bytes were asked for.
+    """Serves `revisions`, and `others` of further repositories.
+
+    `got` lists the (revision, file) whose bytes were asked for, `asked` the path of every request.
     """
 
     daemon_threads = True
@@ -62,6 +63,7 @@ class FakeHub(ThreadingHTTPServer):
         self.repo, self.revisions = repo, revisions
         self.others: dict[str, dict[str, dict[str, bytes]]] = {}
         self.got: list[tuple[str, str]] = []
+        self.asked: list[str] = []
         self.stalled: str | None = None  # file of which only a half arrives
         self.reached_stall, self.let_go = threading.Event(), threading.Event()
         self.corrupted: str | None = None  # file that arrives with another byte than its hash says
@@ -111,6 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         hub, path = self.server, urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
+        hub.asked.append(path)
         repo = next((other for other in hub.others if f"/{other}/" in path), hub.repo)
         revisions = hub.others.get(repo, hub.revisions)
         by_commit = {hub.commit(name): name for name in revisions}

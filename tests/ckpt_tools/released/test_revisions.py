@@ -1,6 +1,7 @@
 """Names of released revisions against figures computed elsewhere and schedules by hand."""
 
 import csv
+import itertools
 import math
 from pathlib import Path
 
@@ -18,6 +19,10 @@ OLMO2_1B, OLMO2_7B, OLMO2_13B, OLMO2_32B = (
 SMOLLM3, APERTUS = "HuggingFaceTB/SmolLM3-3B-checkpoints", "swiss-ai/Apertus-8B-2509"
 OLMO_1B, OLMO_7B = "allenai/OLMo-1B", "allenai/OLMo-7B"
 OPEN_SCI = "open-sci/open-sci-ref-v0.01-1.7b-nemotron-hq-1T-4096"
+OPEN_SCI_SMALL = "open-sci/open-sci-ref-v0.01-0.13b-fineweb-edu-1.4t-300B-4096"
+OPEN_SCI_LONG = "open-sci/open-sci-ref-v0.01-1.7b-nemotron-hq-1T-16384"
+OLMO3_7B, OLMO3_32B = "allenai/Olmo-3-1025-7B", "allenai/Olmo-3-1125-32B"
+MARIN = "marin-community/marin-8b-base"
 
 
 # Tokens of stage 1 of OLMo 2, by the step in the name of its last revision. The table counts those
@@ -72,8 +77,11 @@ ENDS = {  # exact, where names round
         (SMOLLM3, "it-LC-expert", "it-LC-expert", None, None, None),
         (APERTUS, "step1700000-tokens7232B", PRE, None, 1_700_000, ENDS["Apertus"]),
         (APERTUS, "step2627139-tokens15T", PRE, None, 2_627_139, 14_999_997_120_512),
-        (OPEN_SCI, "iter_0058000", PRE, None, 58_000, None),
-        ("open-sci/open-sci-ref-v0.01-1.3b-c4-300B-4096", "iter_0242000", PRE, None, 242_000, None),
+        (OPEN_SCI, "iter_0058000", PRE, None, 58_000, 58_000 * 1008 * 4096),
+        (OPEN_SCI_LONG, "iter_0242000", PRE, None, 242_000, None),
+        (OLMO3_7B, "stage1-step0", "stage1", None, 0, 0),
+        (OLMO3_32B, "stage2-ingredient2-step0", "stage2", 2, 0, 656_000 * 8_388_608),
+        (MARIN, "kestrel", "kestrel", None, 660_000, 660_000 * 4_194_304),
         ("LLM360/Amber", "ckpt_358", PRE, None, 359 * 762, 359 * 762 * 2240 * 2048),
         ("EleutherAI/pythia-160m", "step0", PRE, None, 0, 0),
         ("EleutherAI/pythia-12b-deduped", "step512", PRE, None, 512, 2**30),
@@ -124,6 +132,64 @@ def test_a_soup_is_where_its_last_ingredient_ends(repo, ingredients, last):
 
 
 @pytest.mark.parametrize(
+    ("repo", "revision", "trillions"),
+    [  # as model cards, arXiv 2512.13961 and arXiv 2509.09009 round them
+        (OLMO3_7B, "stage1-step1413814", 5.93),
+        (OLMO3_7B, "stage2-step47684", 6.03),  # and 100B
+        (OLMO3_7B, "stage3-step11921", 6.08),  # and 50B
+        (OLMO3_32B, "stage1-step656000", 5.50),
+        (OLMO3_32B, "stage2-ingredient1+2-step23842", 5.60),
+        (OLMO3_32B, "stage3-step11921", 5.70),
+        (OPEN_SCI, "main", 1.0),
+        (OPEN_SCI_SMALL, "main", 0.3),
+        (OPEN_SCI_SMALL, "iter_0002000", 0.0083),
+        (MARIN, "ocelot", 3.78),
+        (MARIN, "jellyfish", 4.78),
+        (MARIN, "phoenix", 11.1),
+        (MARIN, "starling", 12.4),
+        (MARIN, "main", 12.75),
+    ],
+)
+def test_tokens_are_those_of_the_cards(repo, revision, trillions):
+    tokens = parse_revision(repo, revision).tokens
+    assert tokens == pytest.approx(trillions * 1e12, rel=6e-3)
+
+
+def test_stages_of_olmo_3_and_phases_of_marin_follow_each_other():
+    stages = [("stage2-step0", "stage1"), ("stage3-step0", "stage2"), ("main", "stage3")]
+    phases = ["kestrel", "ocelot", "jellyfish", "phoenix", "starling", "deeper-starling"]
+    for revision, parent in stages:
+        assert parse_revision(OLMO3_7B, revision).parent == parent
+    for before, phase in itertools.pairwise(phases):
+        assert parse_revision(MARIN, phase).parent == before
+    soup = parse_revision(OLMO3_32B, "stage2-ingredient1+2-step23842")
+    assert soup.average_of == ("stage2-ingredient1", "stage2-ingredient2")
+    assert parse_revision(OLMO3_32B, "stage3-step1000").parent == soup.line
+    assert parse_revision(OLMO3_7B, "main").copies == "stage3"
+    assert parse_revision(MARIN, "main").copies == "deeper-starling"
+    # Mid-training is an anneal of pretraining, longer context a stage of its own.
+    assert [parse_revision(OLMO3_7B, f"stage{n}-step0").restarts for n in (1, 2, 3)] == [
+        *(False, False, True)
+    ]
+
+
+def olmo_core_half_cosine(step: float, peak: float, warmup: int, end: int) -> float:
+    """The second half of a cosine from `warmup` on, as allenai/OLMo-core describes it: its middle
+    is there.
+    """
+    progress = 0.5 + 0.5 * (step - warmup) / (end - warmup)
+    return 0.1 * peak + 0.9 * peak * math.cos(math.pi * progress / 2) ** 2
+
+
+@pytest.mark.parametrize("step", [597_047, 800_000, 1_413_814])
+def test_olmo_3_after_its_schedule_was_stretched(step):
+    expected = olmo_core_half_cosine(step, 3e-4, 1_192_092 // 2 + 1000, 1_668_930)
+    assert parse_revision(OLMO3_7B, f"stage1-step{step}").learning_rate == pytest.approx(
+        expected, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
     "repo",
     [OLMO_1B, OLMO_7B, *(f"allenai/OLMo-{name}" for name in ("7B-0424", "1B-0724", "7B-0724"))],
 )
@@ -140,6 +206,11 @@ def test_the_form_of_transformers_is_the_same_trajectory(repo):
         (OLMO2_7B, 11_931, None),  # soups
         (OLMO2_13B, 35_773, None),
         (OLMO2_32B, 35_763, None),
+        (OLMO3_7B, 11_921, 0.0),
+        (OLMO3_32B, 11_921, None),  # a soup of the last checkpoints of stage 3
+        (MARIN, 1_420_000, 1.7e-5),
+        (OPEN_SCI, 242_204, 0.0),
+        (OPEN_SCI_LONG, None, None),
         ("HuggingFaceTB/SmolLM3-3B", None, None),
         ("allenai/OLMo-7B", 557_000, 0.0),
         ("allenai/OLMo-1B", None, None),
@@ -159,7 +230,8 @@ def test_main(repo, step, learning_rate):
 @pytest.mark.parametrize(
     ("repo", "revision"),
     [
-        (OPEN_SCI, "iter_0100000"),
+        (OPEN_SCI_LONG, "iter_0100000"),
+        (MARIN, "kestrel"),
         ("allenai/OLMo-7B", "step556000-tokens2460B"),  # after 2T tokens
         (SMOLLM3, "it-soup-APO"),
         ("allenai/OLMo-7B-0424-hf", "step1000-tokens4B"),
@@ -190,6 +262,21 @@ def test_what_no_source_tells_is_unknown(repo, revision):
         (SMOLLM3, "lc-4k-to-32k-step-20000", 0.0),
         (APERTUS, "step2000-tokens8B", 5.5e-5),
         (APERTUS, "step2627139-tokens15T", 1.1e-5),
+        (OLMO3_7B, "stage1-step1000", 1.5e-4),
+        (OLMO3_7B, "stage1-step597046", 1.65e-4),  # the middle between 10% and the peak
+        (OLMO3_7B, "stage2-step23842", 2.0712353e-4 / 2),
+        (OLMO3_7B, "stage3-step100", 2.0712353e-4 / 2),  # of 200 steps of warm-up
+        (OLMO3_7B, "stage3-step11921", 0.0),
+        (OLMO3_32B, "stage1-step2000", 6e-4),
+        (OLMO3_32B, "stage2-ingredient2-step11921", 2.0712353e-4 / 2),
+        (MARIN, "ocelot", 1.7e-3),
+        (MARIN, "jellyfish", 1.7e-4),
+        (MARIN, "phoenix", 1.7e-3),
+        (MARIN, "starling", 1.7e-5),
+        (OPEN_SCI, "iter_0012500", 2e-3),
+        (OPEN_SCI, "iter_0193764", 4e-3),  # the cooldown of 48,440 steps starts
+        (OPEN_SCI, "iter_0217984", 2e-3),
+        (OPEN_SCI_SMALL, "iter_0065395", 2e-3),
         ("LLM360/Amber", "ckpt_000", 3e-4 * 762 / 2000),
         ("EleutherAI/pythia-160m", "step512", 6e-4 * 512 / 1430),
     ],
@@ -229,6 +316,9 @@ def test_pythia_as_gpt_neox_computed_it_then(step):
         (APERTUS, "step150000-tokens630T", "saw 629,145,600,000 tokens"),
         ("LLM360/Amber", "ckpt_10", "not a revision"),
         (OPEN_SCI, "iter_58000", "not a revision"),
+        (OPEN_SCI_SMALL, "iter_0074000", "is known to end at step 72661"),
+        (OLMO3_7B, "stage2-step47684-mix-round5-from-2T-ckpt", "not a revision"),
+        (OLMO3_32B, "stage2-step1000", "not a revision"),
     ],
 )
 def test_what_is_no_revision_is_refused_in_one_line(repo, revision, reason):

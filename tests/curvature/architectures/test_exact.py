@@ -134,13 +134,15 @@ def test_differences_of_gradients_agree(variant):
 def test_every_architecture_has_a_variant_and_its_name():
     assert {config["model_type"] for config in VARIANTS.values()} == set(FAMILIES)
     models = [tiny_model(**config) for config in VARIANTS.values()]
-    assert {type(model).__name__ for model in models} == {
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for model_type in FAMILIES
-    }
+    # transformers has no class for opensci
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | {"opensci": "OpensciForCausalLM"}
+    assert {type(model).__name__ for model in models} == {classes[name] for name in FAMILIES}
 
 
 def test_variants_do_what_their_names_say():
-    """Some queries are clipped, some not; rotary tables are scaled, partial, or left out."""
+    """Some queries are clipped, some not; rotary tables are scaled, partial, or left out; windows
+    hide the first token from the last one.
+    """
     clipped, yarn, partial, partly_rotary = (
         tiny_model(**VARIANTS[name])
         for name in ("olmo-clipped", "llama-biases-yarn", "gpt_neox", "smollm3-tied")
@@ -158,3 +160,13 @@ def test_variants_do_what_their_names_say():
         < partial.gpt_neox.layers[0].attention.head_size
     )
     assert [bool(layer.self_attn.use_rope) for layer in partly_rotary.model.layers] == [True, False]
+    for name in ("olmo3", "mistral-windows", "qwen3-windows"):
+        model, tokens = tiny_model(**VARIANTS[name]), random_tokens()[:1]
+        inputs = model.get_input_embeddings()(tokens).requires_grad_()
+        model.config.num_hidden_layers, layers = 1, model.model.layers
+        # the layer in windows alone
+        model.model.layers = layers[-1:] if name == "qwen3-windows" else layers[:1]
+        model.config.layer_types = ["sliding_attention"]
+        hidden = model.model(inputs_embeds=inputs, use_cache=False).last_hidden_state
+        (by_input,) = torch.autograd.grad(hidden[0, -1].sum(), inputs)
+        assert [bool(row.any()) for row in by_input[0]] == [False] * 5 + [True] * 3

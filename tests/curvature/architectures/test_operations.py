@@ -146,8 +146,9 @@ def test_rotary_embedding_of_some_features():
     )
 
 
+@pytest.mark.parametrize("window", [None, 1, 4, 20])
 @pytest.mark.parametrize("rows", [100, 3])
-def test_attention_of_grouped_queries(rows):
+def test_attention_of_grouped_queries(rows, window):
     """Whole and in chunks, of which the last is shorter."""
     batch, num_kv_heads, groups, positions, head_dim = 2, 2, 3, 7, 4
     shape = batch, num_kv_heads, groups, positions, head_dim
@@ -158,12 +159,14 @@ def test_attention_of_grouped_queries(rows):
 
     def plain(query, key, value):
         hidden = torch.ones(positions, positions).triu(1).bool()
+        if window is not None:
+            hidden |= torch.ones(positions, positions).tril(-window).bool()
         scores = 0.3 * torch.einsum("bkgse,bkte->bkgst", query, key)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         return torch.einsum("bkgst,bkte->bskge", weights, value).flatten(2)
 
     check(
-        lambda *qkv: causal_attention(*qkv, scale=0.3, queries_per_chunk=rows),
+        lambda *qkv: causal_attention(*qkv, scale=0.3, queries_per_chunk=rows, window=window),
         plain,
         query,
         key,

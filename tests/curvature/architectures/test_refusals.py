@@ -7,8 +7,9 @@ from base.errors import UserError
 from curvature.dual.blocks import curved_family
 from tests.curvature.architectures.variants import PARTIAL
 
-WINDOWS = {"use_sliding_window": True, "sliding_window": 4}
-TWO_LAYERS = {"max_window_layers": 1, "num_hidden_layers": 2}
+# which transformers' Mistral does not read
+MIXED = {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2}
+NO_SIZE = {"layer_types": ["sliding_attention"], "num_hidden_layers": 1}
 CHUNKED = {"layer_types": ["chunked_attention"], "num_hidden_layers": 1}
 
 
@@ -20,14 +21,16 @@ CHUNKED = {"layer_types": ["chunked_attention"], "num_hidden_layers": 1}
         ("olmo2", {"is_causal": False}, "is_causal True, this model has False"),
         ("llama", {"hidden_act": "relu"}, "hidden_act silu, this model has relu"),
         ("llama", {"rope_parameters": PARTIAL}, "partial_rotary_factor 1.0, this model has 0.5"),
-        ("mistral", {"sliding_window": 4}, "mistral with sliding windows is not supported"),
+        ("llama", {"sliding_window": 4}, "llama with sliding_attention is not supported"),
+        ("llama", CHUNKED, "llama with chunked_attention is not supported"),
+        ("qwen3", CHUNKED, "qwen3 with chunked_attention is not supported"),
+        ("mistral", MIXED, "mistral with full_attention is not supported"),
+        ("smollm3", NO_SIZE, "layers of sliding_attention but no sliding_window"),
         (
-            "qwen2",
-            WINDOWS | {"max_window_layers": 1},
-            "qwen2 with sliding windows is not supported",
+            "olmo3",
+            {"rope_parameters": {"full_attention": PARTIAL}},
+            "partial_rotary_factor 1.0, this model has 0.5",
         ),
-        ("qwen3", CHUNKED, "qwen3 with sliding windows is not supported"),
-        ("smollm3", WINDOWS, "smollm3 with sliding windows is not supported"),
         ("apertus", {"hidden_act": "relu2"}, "hidden_act xielu, this model has relu2"),
         ("gpt_neox", {"hidden_act": "gelu_fast"}, "hidden_act gelu, this model has gelu_fast"),
     ],

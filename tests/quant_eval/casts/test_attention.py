@@ -16,6 +16,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, MambaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.mamba.modeling_mamba import MambaBlock
 
 from base.errors import UserError
@@ -180,6 +181,8 @@ def test_rounded_is_what_quarot_rounds(directory):
     AttentionInterface.register("quarot-witness", attend)
     whole = load(directory)
     plain = after_first_block(whole)
+    # of a name that transformers knows no mask for, it is sdpa's
+    AttentionMaskInterface.register("quarot-witness", sdpa_mask)
     whole.config._attn_implementation = "quarot-witness"
     expected = after_first_block(whole)
     assert (expected - plain).abs().max() > 1e-3 * expected.abs().max()

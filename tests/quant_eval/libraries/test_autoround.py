@@ -205,13 +205,26 @@ def test_bf16_weights_are_the_grid_in_bf16_where_the_cpu_computes_in_it(job_of):
 @pytest.mark.stress
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_has_all_linears_on_their_grids_and_nothing_else(tmp_path, name):
-    sizes = WIDE | ({"head_dim": 32} if name == "qwen3" else {})
-    # smollm3's settings are of three blocks
-    sizes |= {} if name == "smollm3" else {"num_hidden_layers": 2}
+    sizes: dict[str, Any] = WIDE | ({"head_dim": 32} if name == "qwen3" else {})
+    # their settings are of three blocks
+    sizes |= {} if name in ("smollm3", "olmo3") else {"num_hidden_layers": 2}
+    sizes |= WITHIN_WINDOWS if name == "olmo3" else {}
     directory = make_model(tmp_path / "model", name, **sizes)
     job = make_job(directory, f"autoround-b3-g{GROUP}-asym-i1", tmp_path / "out", IDS)
     model = AutoModelForCausalLM.from_pretrained(directory)
     check_plain(weights_of(job), model, 3, symmetric=False)
+
+
+WITHIN_WINDOWS = {"rope_parameters": None, "sliding_window": 33}  # texts of 32 tokens
+
+
+@pytest.mark.parametrize("changes", [{"rope_parameters": None}, {"sliding_window": 33}])
+@pytest.mark.parametrize("spec", [f"autoround-b3-g{GROUP}-i1", f"gptqmodel-b3-g{GROUP}"])
+def test_layers_that_need_their_own_masks_or_rotary_embeddings_are_refused(tmp_path, spec, changes):
+    """Texts as long as a window, and YaRN in the layers with full attention alone."""
+    directory = make_model(tmp_path / "model", "olmo3", **(WIDE | changes))
+    with pytest.raises(UserError, match=r"gives every layer the mask and the rotary .* give gptq"):
+        run_job(make_job(directory, spec, tmp_path / "out", IDS))
 
 
 def test_what_auto_round_would_leave_out_is_refused(job_of):

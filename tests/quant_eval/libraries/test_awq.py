@@ -5,6 +5,7 @@ Shapes: O output features, I input features, T calibration tokens, G groups of a
     group.
 """
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -138,7 +139,24 @@ def test_bf16_weights_norms_and_biases_are_the_scaled_ones(llama):
             torch.testing.assert_close(weight.double(), exact[name], rtol=2**-8, atol=0)
 
 
+@pytest.fixture(scope="module")
+def olmo3(tmp_path_factory) -> tuple[Path, Outcome]:
+    """A block that attends in windows, then one with full attention and YaRN."""
+    root = tmp_path_factory.mktemp("awq")
+    kinds = ["sliding_attention", "full_attention"]
+    directory = make_model(root / "model", "olmo3", num_hidden_layers=2, layer_types=kinds)
+    return directory, outcome_of(directory, root / "out", "awq-b3-g16", "fp32")
+
+
 def test_scales_are_the_best_of_the_grid_on_every_calibration_token(hf_dir, olmo2):
+    check_scales(hf_dir, olmo2)
+
+
+def test_layers_are_calibrated_with_their_own_masks_and_rotary_embeddings(olmo3):
+    check_scales(*olmo3)
+
+
+def check_scales(hf_dir, olmo2) -> None:
     """s = mean|x|^r / mean(|w| / max of its group)^(1 - r), and s = 1: the least error of
     down_proj's output.
     """

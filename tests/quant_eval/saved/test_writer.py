@@ -15,6 +15,7 @@ from quant_eval.saved.checkpoint import CheckpointWriter, SavedWeights
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
 from tests.published import make_published
+from tests.quant_eval.models import make_model
 from tests.quant_eval.saved.examples import SPECS, save_example
 
 PACK_FACTOR = {2: (16, 1), 3: (32, 3), 4: (8, 1), 8: (4, 1)}  # values in as many words
@@ -134,6 +135,7 @@ def models(tmp_path_factory, source, neox):
         "mlp 72": make_hf_directory(root / "mlp72", intermediate_size=72),
         "mlp 36": make_hf_directory(root / "mlp36", intermediate_size=36),
         "odd": make_hf_directory(root / "odd", hidden_size=36, intermediate_size=72),
+        "opensci": make_model(root / "opensci", "opensci"),
     }
 
 
@@ -159,6 +161,7 @@ def models(tmp_path_factory, source, neox):
         ("", "w4a4-g32-asym", "symmetric weights alone; leave -asym out"),
         ("neox", "kvfp8", "no cache of an attention without k_proj; leave -kvfp8"),
         ("neox", "rtn-b4-g32-had32", "query_key_value has a bias, and vLLM transforms"),
+        ("opensci", "rtn-b4-g32", "no engine reads a checkpoint of opensci, .* give --dense"),
         ("odd", "rtn-b4-perchannel", "has 36 inputs, whose 4 bits fill no words of 32"),
     ],
 )

@@ -16,8 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from base.errors import UserError
 from base.ranks import ALONE, Ranks
+from ckpt_tools.hf.model import load_hf_model
 from quant_eval.bos import bos_of
+from quant_eval.specs import parse_spec
 from quant_eval.tasks.loading import load_tasks
+from quant_eval.tasks.measurement import quantized_model
 from quant_eval.tasks.scoring import _Model, evaluate_tasks, exact_head
 from tests.conftest import make_hf_directory
 from tests.quant_eval.models import make_model
@@ -170,3 +173,20 @@ def test_a_short_context_and_a_model_that_overflows_are_refused(
         broken.lm_head.weight[7] = torch.inf
     with pytest.raises(ValueError, match="a log-likelihood is not finite"):
         measure_tasks(pair.full, broken, pair.tokenizer, settings_of("piqa"))
+
+
+@pytest.mark.parametrize("name", ["olmo3", "opensci"])
+def test_blocks_that_are_put_in_attend_as_the_model_does(tiny, settings_of, name):
+    """To the same tokens, in windows or not: with the weights of the quantized blocks transformers'
+    own model has the same logits.
+    """
+    settings = settings_of("arc_easy")
+    quantized, _ = quantized_model(tiny(name), parse_spec("rtn-b3-g16"), settings, ())
+    plain = load_hf_model(tiny(name), torch.float32, "sdpa")
+    tokens_BL = torch.randint(1, 320, (2, 40), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        before, got = (model(tokens_BL, use_cache=False).logits for model in (plain, quantized))
+        plain.load_state_dict(quantized.state_dict())
+        expected = plain(tokens_BL, use_cache=False).logits
+    assert torch.equal(got, expected)
+    assert not torch.allclose(got, before, atol=1e-2)

@@ -36,6 +36,7 @@ CENTERED = "R1 cannot be fused on gpt_neox: LayerNorm subtracts the mean; give q
 CLIPPED = "R2 cannot be fused on olmo with clip_qkv, which clips the values; give had"
 REFUSED = {
     ("olmo2", "quarot-fused"): "R1 cannot be fused on olmo2: its norms follow the linears; give",
+    ("olmo3", "quarot-fused"): "R1 cannot be fused on olmo3: its norms follow the linears; give",
     ("olmo", "quarot-fused"): CLIPPED,
     ("olmo", "quarot"): CLIPPED,
     ("gpt_neox", "quarot-fused"): CENTERED,

@@ -20,6 +20,9 @@ NormKind = Literal["rms", "layer", "bare"]  # bare: a LayerNorm without paramete
 QueryKeyNorm = Literal["none", "heads", "whole"]  # head by head, or over all heads at once
 Residual = Literal["sequential", "configured"]  # configured: parallel where config.json says so
 Activation = Literal["swiglu", "xielu", "gelu"]
+# none: all layers attend to all tokens before; else config.json says which attend in windows, with
+# one rotary embedding for all layers, or one for each kind.
+Windows = Literal["none", "one_rotary", "rotary_by_kind"]
 
 HIDDEN_ACTS: dict[Activation, str] = {"swiglu": "silu", "xielu": "xielu", "gelu": "gelu"}
 # Shapes of the weights of attention and of a gated MLP, in the order of the model.
@@ -125,9 +128,12 @@ class Family:
     Attributes:
         title: in words.
         architecture: transformers' class of the model.
+        spellings: of its name in files, besides that.
+        in_transformers: transformers has the class, and engines read checkpoints of it.
         norms: "before" a part reads the residual stream, or "after" it and before it is added.
         norm, query_key_norm, residual, activation: of a block.
         rotates_parts: a share of each head may rotate, else whole heads do.
+        windows: sliding windows, as far as transformers' class has them.
         decoder, embedding, final_norm, head: of the model.
         attention, attention_norm, reading, writing: the attention of a block and its linears.
         mlp, mlp_norm, mlp_reading, mlp_writing: the MLP of a block and its linears.
@@ -140,6 +146,8 @@ class Family:
 
     title: str
     architecture: str
+    spellings: tuple[str, ...] = ()
+    in_transformers: bool = True
 
     norms: Literal["before", "after"] = "before"
     norm: NormKind = "rms"
@@ -147,6 +155,7 @@ class Family:
     residual: Residual = "sequential"
     activation: Activation = "swiglu"
     rotates_parts: bool = False
+    windows: Windows = "none"
 
     decoder: str = "model"
     embedding: str = "embed_tokens"
@@ -166,6 +175,11 @@ class Family:
     legacy_buffers: str | None = None
     training: Trainable | None = None
     released: tuple[Trajectory, ...] = ()
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Return the names by which a config.json may call the class of the model."""
+        return self.architecture, *self.spellings
 
     @property
     def centers(self) -> bool:

@@ -1,5 +1,5 @@
-"""Mistral (arXiv 2310.06825): a Llama, where it attends to all tokens before."""
+"""Mistral (arXiv 2310.06825): a Llama, whose first version attends in windows."""
 
 from train.model.families.family import Family
 
-MISTRAL = Family(title="Mistral", architecture="MistralForCausalLM")
+MISTRAL = Family(title="Mistral", architecture="MistralForCausalLM", windows="one_rotary")

@@ -14,6 +14,7 @@ from train.model.families.family import (
 QWEN2 = Family(
     title="Qwen2",
     architecture="Qwen2ForCausalLM",
+    windows="one_rotary",
     training=Trainable(
         layer={**GATED_LINEARS, **NORMS_BEFORE},
         biases=QUERY_KEY_VALUE,
@@ -25,6 +26,7 @@ QWEN3 = Family(
     title="Qwen3",
     architecture="Qwen3ForCausalLM",
     query_key_norm="heads",
+    windows="one_rotary",
     training=Trainable(
         layer={
             **GATED_LINEARS,

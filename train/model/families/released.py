@@ -28,7 +28,8 @@ class Curve(Frozen):
         shape: cosine, linear, or sqrt for 1 - sqrt.
         floor: the end of the decay, as a share of the peak.
         least: the smallest rate, as a share of the peak: the decay is cut off there.
-        known_until: last step whose rate is documented; None: all are.
+        known_until: last step that this describes; None: it describes all.
+        then: curve of the steps after that; None: their rate is not documented.
     """
 
     peak: float
@@ -40,6 +41,7 @@ class Curve(Frozen):
     floor: float = 0.0
     least: float = 0.0
     known_until: float | None = None
+    then: "Curve | None" = None
 
 
 class Stage(Frozen):
@@ -62,6 +64,7 @@ class Stage(Frozen):
         starts_at: tokens when its step 0 began; None: not known.
         at_step: of a name without {S}.
         chunk_steps: of a chunk {K}: chunk 0 ends after as many steps.
+        last: its last step, where revisions after it would show another schedule; None: not known.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Stage(Frozen):
     starts_at: int | None = 0
     at_step: int | None = None
     chunk_steps: int | None = None
+    last: int | None = None
 
     @property
     def line(self) -> str:

@@ -77,6 +77,7 @@ def _smollm3() -> tuple[Trajectory, Trajectory]:
 SMOLLM3 = Family(
     title="SmolLM3",
     architecture="SmolLM3ForCausalLM",
+    windows="one_rotary",
     training=Trainable(
         layer={**GATED_LINEARS, **NORMS_BEFORE},
         settings={
