@@ -25,7 +25,7 @@ from base.files import replaced_file
 from base.statistics import INTERVAL_LEVEL
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
-from dynamics.figures.quantization import MEASURES
+from dynamics.figures.quantization import AXES
 from quant_eval.estimate import ErrorSource, Estimate
 from study.definition import Study
 from study.figures.charts import DASHED, Chart, Quantity, Rows, columns_of, data, marks, panel
@@ -223,7 +223,8 @@ def scaling(
     looks = Runs("study", dict(zip(studies, looks_for(studies), strict=True)), field="study")
     columns = columns_of(len(specs))
     panels = []
-    for measure, y in MEASURES.items():
+    for measure in ERRORS:
+        y = AXES[measure]
         for spec in specs:
             column = measure.of(spec)
             title = spec_title(spec)

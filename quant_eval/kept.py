@@ -31,7 +31,7 @@ def kept_run(
     `texts` are the hashes of those for calibration, if any spec reads it, and evaluation.
     """
     context = int(read_hf_config(hf_dir).get("max_position_embeddings", 0))
-    request = settings.of_specs([spec]).texts(settings.block_length(context), *texts)
+    request = settings.of_specs([spec]).texts(context, *texts)
     result = _same(directory, hf_dir, spec, request | {"dtype": settings.dtype}, Quantization)
     # Bootstrap and random signs have this seed, too, where no calibration text states it.
     if result is None or result.measured.interval is None:

@@ -279,6 +279,11 @@ class QuantSpec(Frozen):
         return bool(self.shift or self.smooth is not None or self.rotation)
 
     @property
+    def needs_equal_lengths(self) -> bool:
+        """It is learned on calibration sequences, which have to be of one length."""
+        return bool(self.rotation and ROTATIONS[self.rotation].is_learned)
+
+    @property
     def needs_calibration(self) -> bool:
         """True if the result depends on the calibration text."""
         is_fitted = bool(self.rotation and ROTATIONS[self.rotation].needs_calibration)

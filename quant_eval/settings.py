@@ -41,7 +41,15 @@ class DrawSettings(NumberSettings):
     """The draws of the texts, and how the models see them."""
 
     calibration_sequences: int = Field(
-        default=128, ge=1, description="sequences drawn for calibration, none twice"
+        default=128, ge=1, description="sequences for calibration, none twice"
+    )
+    calibration_documents: Literal["packed", "separate"] = Field(
+        default="packed",
+        description=(
+            "packed: sequences of the same length, drawn from documents that are joined; separate:"
+            " each a document, the first of the file, up to the model's context or"
+            " sequence_length, as arXiv:2510.06213 did"
+        ),
     )
     bos: Bos = Field(
         default="template",
@@ -107,11 +115,28 @@ class QuestionSettings(DrawSettings):
         ge=1,
         description="first items of each task, of mmlu of each subject; if not given all",
     )
+    task_files: Path | None = Field(
+        default=None,
+        description=(
+            "directory with TASK.jsonl, and TASK.fewshot.jsonl for the examples;"
+            " mmlu/SUBJECT.jsonl for mmlu; if not given the Hugging Face hub"
+        ),
+    )
 
     @property
     def names(self) -> tuple[str, ...]:
         """The tasks, in the order of the table."""
         return choose_tasks(self.tasks)
+
+
+def check_calibration(specs: Sequence[QuantSpec], settings: DrawSettings) -> None:
+    """Raise UserError for a spec that takes sequences of one length alone, where they differ."""
+    for spec in specs if settings.calibration_documents == "separate" else ():
+        if spec.needs_equal_lengths:
+            raise UserError(
+                f"{spec.name} is learned on sequences of one length; leave calibration_documents at"
+                " packed"
+            )
 
 
 class CalibrationSettings(ComputeSettings, DrawSettings):
@@ -134,14 +159,21 @@ class CalibrationSettings(ComputeSettings, DrawSettings):
             )
         return self.sequence_length or min(BLOCK_TOKENS, context)
 
+    def calibration_length(self, context: int) -> int:
+        """Return the number of tokens of a calibration sequence, of a document the most."""
+        if self.calibration_documents == "separate" and self.sequence_length is None:
+            return context
+        return self.block_length(context)
+
     def of_specs(self, specs: Sequence[QuantSpec]) -> Self:
         """Return the settings for these specs, without the text if none of them reads it.
 
-        UserError if one needs the text and there is none.
+        UserError if one needs the text and there is none, or does not take it as it is.
         """
         calibrated = [spec.name for spec in specs if spec.needs_calibration]
         if calibrated and self.calibration is None:
             raise UserError(f"{calibrated[0]} is calibrated on text; give it with --calibration")
+        check_calibration(specs, self)
         return self if calibrated else self.model_copy(update={"calibration": None})
 
     def calibration_text(self, sha256: str | None, length: int | None) -> dict[str, Any] | None:
@@ -152,6 +184,7 @@ class CalibrationSettings(ComputeSettings, DrawSettings):
             "prefix": str(self.calibration),
             "sha256": sha256,
             "sequences": self.calibration_sequences,
+            "documents": self.calibration_documents,
             "sequence_length": length,
             "seed": self.seed,
             "bos": self.bos,
@@ -175,15 +208,18 @@ class RunSettings(CalibrationSettings, LossSettings):
         default=False, description="also write the dequantized weights, to the result's dense/"
     )
 
-    def texts(self, length: int, calibration: str | None, evaluation: str) -> dict[str, Any]:
-        """Return the description of the texts in a result, from the hashes of their files."""
-        drawn = self.calibration_text(calibration, length)
+    def texts(self, context: int, calibration: str | None, evaluation: str) -> dict[str, Any]:
+        """Return the description of the texts in a result, from the hashes of their files.
+
+        `context` is the model's, in tokens.
+        """
+        drawn = self.calibration_text(calibration, self.calibration_length(context))
         return {
             "calibration": drawn and drawn | {"seeds": self.calibration_seeds},
             "evaluation": {
                 "prefix": str(self.eval),
                 "sha256": evaluation,
-                "sequence_length": length,
+                "sequence_length": self.block_length(context),
                 "max_tokens": self.eval_tokens,
                 "seed": self.eval_seed,
                 "documents": self.documents,
@@ -195,14 +231,6 @@ class RunSettings(CalibrationSettings, LossSettings):
 
 class TaskSettings(CalibrationSettings, QuestionSettings):
     """All settings of the questions to both models."""
-
-    task_files: Path | None = Field(
-        default=None,
-        description=(
-            "directory with TASK.jsonl, and TASK.fewshot.jsonl for the examples;"
-            " mmlu/SUBJECT.jsonl for mmlu; if not given the Hugging Face hub"
-        ),
-    )
 
     def described(self, calibration_sha256: str | None) -> dict[str, Any]:
         """Return the description of the settings in a result, the tasks' documents aside."""

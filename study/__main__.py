@@ -132,11 +132,12 @@ def run(
 
     from study.machine.disk import check_room
     from study.machine.hardware import this_machine
+    from study.machine.measurable import check_measurable
     from study.machine.needs import Needs, write_run_configurations
     from study.pipeline.ledger import left_out_words
     from study.pipeline.runner import Runner, StepError, locked
     from study.steps import refresh_command, steps_of
-    from study.text.steps import check_held_out, check_text
+    from study.text.steps import check_documents_of, check_text
     from study.tracking.store import opening, tracking_uri
 
     # The cores that this process may use, which a container or taskset may limit.
@@ -146,7 +147,8 @@ def run(
     needs = Needs(study, hardware, directory)
     layouts = {name: training.run for name, training in needs.trainings.items()}
     check_text(study, directory)
-    check_held_out(study, directory)
+    check_documents_of(study, directory)
+    check_measurable(study)
     check_room(study, root, at_once=needs.at_once)
     uri = tracking_uri(root)
 

@@ -4,7 +4,7 @@ Each package in PACKAGES has a module `content` with one value, CONTENT. It name
 place, 'module:name', so that each is imported where it is used and not before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import resolve_name
@@ -21,6 +21,7 @@ class Content:
     Attributes:
         paper: whose claims they are.
         recipes: `study.recipes.parts.Recipe`, called as their function with hyphens.
+        presets: `study.recipes.presets.Preset`, likewise.
         figures: `study.figures.figure.Figure`.
         claims: `study.claims.verdict.Claim`.
         sentences: of the report; from `Evidence` to text, or None.
@@ -31,6 +32,7 @@ class Content:
 
     paper: str
     recipes: tuple[str, ...] = ()
+    presets: tuple[str, ...] = ()
     figures: tuple[str, ...] = ()
     claims: tuple[str, ...] = ()
     sentences: tuple[str, ...] = ()
@@ -61,5 +63,13 @@ def modules() -> list[str]:
 
 def recipe_places() -> dict[str, str]:
     """Return the places of the recipes by the names that commands take."""
-    places = [place for content in contents() for place in content.recipes]
+    return _by_name(place for content in contents() for place in content.recipes)
+
+
+def preset_places() -> dict[str, str]:
+    """Return the places of the presets by the names that `--set settings=NAME` takes."""
+    return _by_name(place for content in contents() for place in content.presets)
+
+
+def _by_name(places: Iterable[str]) -> dict[str, str]:
     return {place.partition(":")[2].replace("_", "-"): place for place in places}

@@ -162,7 +162,7 @@ class Study(Showable):
         }
         # A control has no slice, so one checkpoint is enough for it.
         saves_one = len(run.save_steps) < 2 and name not in self.controls
-        yield from misfits(run, self._measured_specs, lengths)
+        yield from misfits(run, self.measured_specs, lengths)
         if self.quantization.by_block and saves_one:
             yield f"run {name} saves one checkpoint, a slice goes through the last two; save more"
         if run.branch_from:
@@ -181,7 +181,8 @@ class Study(Showable):
                 yield f"{name} names another fingerprint than that of its parent {parent.name}"
 
     @cached_property
-    def _measured_specs(self) -> tuple[str, ...]:
+    def measured_specs(self) -> tuple[str, ...]:
+        """Every spec that anything of the study is quantized with."""
         of_tasks = self.tasks.specs if self.tasks else ()
         return (*self.quantization.at_the_end, *self.quantization.by_block, *of_tasks)
 
@@ -290,7 +291,7 @@ class Study(Showable):
             measurement
             for measurement in self.measurements
             if (has_details or measurement.kind is QUANTIZE)
-            and not (is_control and measurement.kind.models == "last")
+            and not (is_control and measurement.kind.at_the_end(measurement.settings))
         ]
         last = last_model(run)
         return {

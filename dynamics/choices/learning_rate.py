@@ -17,7 +17,7 @@ from quant_eval.estimate import Estimate
 from study.axes import amount_name
 from study.claims.verdict import Evidence, Measure, NotTested
 from study.measurements.kind import Column
-from study.measurements.quantization import CROSS_ENTROPY, ERRORS, QUANTIZED_LOSS
+from study.measurements.quantization import CROSS_ENTROPY, QUANTIZED_LOSS
 from study.results.paired import Paired, Weighted
 from study.results.summary import RunSummary, enumeration, left_out, lineage
 from study.results.table import Row, trained
@@ -262,7 +262,7 @@ def answers(evidence: Evidence, loss: float | None = None) -> list[Answer]:
         _answer(sweep, Measure(evidence, spec, figure), at_equal_loss, loss)
         for sweep in groups
         for spec in specs
-        for figure in ERRORS
+        for figure in evidence.study.quantization.measures
     ]
     budgets = [
         _answer(sweep, Measure(evidence, spec, QUANTIZED_LOSS), at_equal_tokens)

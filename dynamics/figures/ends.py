@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from base.grouping import grouped
-from dynamics.figures.quantization import DIVERGENCE_AXIS, MEASURES
+from dynamics.figures.quantization import AXES
 from quant_eval.estimate import Estimate
 from study.axes import Value, Varied
 from study.definition import Study
 from study.figures.canvas import Canvas, described, interval_of
 from study.figures.charts import (
     INK,
-    NATS,
     Chart,
     Quantity,
     Rows,
@@ -28,7 +27,6 @@ from study.figures.charts import (
 )
 from study.figures.figure import Drawn, drawn, figure
 from study.figures.looks import GREY, Runs, colours, looks_for
-from study.measurements.quantization import DIVERGENCE
 from study.measurements.titles import spec_title
 from study.results.averages import lowest_spec
 from study.results.paired import Paired, Weighted
@@ -42,8 +40,7 @@ ANNEALED = "annealed"  # where only controls say more of themselves
 @figure(
     "ends",
     "Quantization at the end of every run against the first quantity in which the runs differ; the"
-    " others are the colours, dashed: not annealed. KL divergence above, the relative error of the"
-    " loss below. Bars are intervals.",
+    " others are the colours, dashed: not annealed. A row of panels per error. Bars are intervals.",
     lambda study: study.varied is not None,
 )
 def ends(canvas: Canvas) -> Drawn | None:
@@ -55,7 +52,8 @@ def ends(canvas: Canvas) -> Drawn | None:
     field = x.label if isinstance(x, Quantity) else varied.name
     lines, columns = _lines(canvas.study, varied, canvas.runs), columns_of(len(specs))
     panels: list[tuple[Rows, Chart]] = []
-    for measure, y in MEASURES.items():
+    for measure in canvas.study.quantization.measures:
+        y = AXES[measure]
         for spec in specs:
             column, title = measure.of(spec), spec_title(spec)
             rows = []
@@ -134,7 +132,6 @@ def _panel(rows: Rows, lines: Runs, x: Quantity | Chart, y: Quantity, columns: i
     return panel(layers, rows[0]["panel"], columns)
 
 
-DIFFERENCE = Quantity("annealed - not annealed", NATS, holds_zero=True)
 SERIES = ("annealed", "not annealed")
 SHAPES = ("circle", "square")
 PANEL_HEIGHT = 170
@@ -142,17 +139,18 @@ PANEL_HEIGHT = 170
 
 @figure(
     "anneal_against_control",
-    "Annealed against not annealed at equal tokens: KL divergence of the quantized from the"
-    " full-precision model at the fewest bits, and the paired difference. Points are means over"
-    " seeds. Bars are 95% intervals over held-out documents, and over calibration draws and seeds"
-    " where there are several; those of the difference decide.",
+    "Annealed against not annealed at equal tokens: the error of quantization at the fewest bits,"
+    " and the paired difference. Points are means over seeds. Bars are 95% intervals over held-out"
+    " documents, and over calibration draws and seeds where there are several; those of the"
+    " difference decide.",
     lambda study: bool(study.controls),
-    headline=True,
+    headline=lambda _: True,
 )
 def anneal_against_control(canvas: Canvas) -> Drawn | None:
     """Draw the error with and without the anneal of every group of runs, and the difference."""
-    spec = lowest_spec(canvas.study)
-    column = DIVERGENCE.of(spec)
+    spec, measure = lowest_spec(canvas.study), canvas.study.quantization.measures[0]
+    column, quantity = measure.of(spec), AXES[measure]
+    difference = replace(quantity, title="annealed - not annealed")
     measured = [
         end
         for end in summarize(canvas.study, canvas.table)
@@ -170,14 +168,17 @@ def anneal_against_control(canvas: Canvas) -> Drawn | None:
             for weighted, ((row, _),) in zip(annealed, control, strict=True)
         ]
         for series, weighted in zip(SERIES, (annealed, control), strict=True):
-            estimate = paired.estimate(weighted, spec, DIVERGENCE)
-            errors.append(head | {"series": series} | _values(DIVERGENCE_AXIS, estimate))
-        estimate = paired.estimate(change, spec, DIVERGENCE)
+            estimate = paired.estimate(weighted, spec, measure)
+            errors.append(head | {"series": series} | _values(quantity, estimate))
+        estimate = paired.estimate(change, spec, measure)
         p_value = {"p, not corrected": estimate.p_value()}
-        differences.append(head | p_value | _values(DIFFERENCE, estimate))
+        differences.append(head | p_value | _values(difference, estimate))
     panels = [
-        (rows, _anneal_panel(rows, canvas.runs, quantity))
-        for rows, quantity in ((errors, DIVERGENCE_AXIS), (differences, DIFFERENCE))
+        (rows, _anneal_panel(rows, canvas.runs, y, title))
+        for rows, y, title in (
+            (errors, quantity, spec_title(spec)),
+            (differences, difference, "Paired difference"),
+        )
         if rows
     ]
     return drawn(panels, 2)
@@ -187,7 +188,7 @@ def _values(quantity: Quantity, estimate: Estimate) -> dict[str, float]:
     return quantity.values(estimate.value, estimate.interval())
 
 
-def _anneal_panel(rows: Rows, runs: Runs, quantity: Quantity) -> Chart:
+def _anneal_panel(rows: Rows, runs: Runs, quantity: Quantity, title: str) -> Chart:
     """Points with their intervals above the name of the group, annealed beside not annealed.
 
     Groups have their colours, as in all figures; the marker says what is annealed.
@@ -210,5 +211,4 @@ def _anneal_panel(rows: Rows, runs: Runs, quantity: Quantity) -> Chart:
         {"mark": {"type": "rule", "strokeWidth": 1.6}, "encoding": bar},
         {"mark": {"type": "point", "filled": True, "opacity": 1, "size": 55}, "encoding": point},
     ]
-    title = rows[0]["panel"] if quantity is DIVERGENCE_AXIS else "Paired difference"
     return panel([level(0.0), data(rows, encoding=encoding, layer=layers)], title, 2, PANEL_HEIGHT)

@@ -1,7 +1,9 @@
 """Quantization and loss along training, and by every method and task at its end."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.charts import (
     NATS,
@@ -15,22 +17,29 @@ from study.figures.charts import (
 )
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.kind import Column
-from study.measurements.quantization import (
-    DIVERGENCE,
-    RELATIVE_ERROR,
-)
+from study.measurements.quantization import DIVERGENCE, LOSS_INCREASE, RELATIVE_ERROR
 from study.measurements.tasks import DEGRADATION
 from study.measurements.titles import spec_title
 from study.report.tables import shown_methods
 
 ERROR_AXIS = Quantity("relative error of the loss", is_percent=True, holds_zero=True)
 DIVERGENCE_AXIS = Quantity("KL(full || quantized)", NATS, holds_zero=True)
-MEASURES = {DIVERGENCE: DIVERGENCE_AXIS, RELATIVE_ERROR: ERROR_AXIS}
+INCREASE = Quantity("quantized - full-precision loss", NATS)
+AXES = {
+    DIVERGENCE: DIVERGENCE_AXIS,
+    RELATIVE_ERROR: ERROR_AXIS,
+    LOSS_INCREASE: replace(INCREASE, holds_zero=True),
+}
+
+
+def shows_first(measure: Column) -> Callable[[Study], bool]:
+    """Return what says of a study whether it shows a measure before all others."""
+    return lambda study: study.quantization.measures[0] == measure
 
 
 def _along(canvas: Canvas, measure: Column, specs: tuple[str, ...]) -> Drawn | None:
     """Draw a panel per spec."""
-    quantity = MEASURES[measure]
+    quantity = AXES[measure]
     columns = columns_of(len(specs))
     panels = [
         (rows, canvas.curves(rows, quantity, columns))
@@ -45,7 +54,7 @@ def _along(canvas: Canvas, measure: Column, specs: tuple[str, ...]) -> Drawn | N
     "KL divergence of the quantized from the full-precision model against training tokens. Bars"
     " are intervals. It cannot change sign, and varies less between documents than a difference"
     " of losses. Dotted, on the second axis: the learning rate as a share of its peak.",
-    headline=True,
+    headline=shows_first(DIVERGENCE),
 )
 def kl_divergence(canvas: Canvas) -> Drawn | None:
     """Draw the divergence of every checkpoint."""
@@ -56,6 +65,7 @@ def kl_divergence(canvas: Canvas) -> Drawn | None:
     "quantization_error",
     "Relative error of the loss against training tokens: quantized loss / full-precision loss - 1"
     " on held-out text. Bars are intervals.",
+    headline=shows_first(RELATIVE_ERROR),
 )
 def quantization_error(canvas: Canvas) -> Drawn | None:
     """Draw the paper's measure of every checkpoint."""
@@ -63,25 +73,39 @@ def quantization_error(canvas: Canvas) -> Drawn | None:
 
 
 @figure(
+    "absolute_error",
+    "Absolute error of the loss against training tokens: quantized loss - full-precision loss on"
+    " held-out text. Bars are intervals.",
+    shows_first(LOSS_INCREASE),
+    headline=shows_first(LOSS_INCREASE),
+)
+def absolute_error(canvas: Canvas) -> Drawn | None:
+    """Draw the measure of the paper's workshop version, of every checkpoint."""
+    return _along(canvas, LOSS_INCREASE, canvas.study.quantization.specs)
+
+
+@figure(
     "methods_along_training",
-    "KL divergence against training tokens by further methods: whether the learning rate and its"
-    " decay do to them what they do to the first. Bars are intervals.",
+    "The error of quantization against training tokens by further methods: whether the learning"
+    " rate and its decay do to them what they do to the first. Bars are intervals.",
     lambda study: bool(study.quantization.along),
 )
 def methods_along_training(canvas: Canvas) -> Drawn | None:
-    """Draw the divergence of every checkpoint by each further method."""
-    return _along(canvas, DIVERGENCE, canvas.study.quantization.along)
+    """Draw the error of every checkpoint by each further method."""
+    settings = canvas.study.quantization
+    return _along(canvas, settings.measures[0], settings.along)
 
 
 ROW_PIXELS = 46
-LOST = Quantity("accuracy lost to quantization / accuracy before", is_percent=True)
+# Of what is left to lose: half as many errors again are 50%.
+LOST = Quantity("accuracy lost / (1 - accuracy before)", is_percent=True, holds_zero=True)
 MEAN = "mean of the tasks"
 
 
 @figure(
     "methods",
-    "Every method at the end of training: KL divergence on a logarithmic axis, and relative error"
-    " of the loss. Bars are intervals.",
+    "Every method at the end of training: its errors, KL divergence on a logarithmic axis. Bars are"
+    " intervals.",
     lambda study: bool(study.quantization.further),
 )
 def methods(canvas: Canvas) -> Drawn | None:
@@ -91,7 +115,9 @@ def methods(canvas: Canvas) -> Drawn | None:
     category["sort"] = [spec_title(spec) for spec in specs]
     offset = _below_each_other(canvas)
     panels: list[tuple[Rows, Chart]] = []
-    for measure, quantity in MEASURES.items():
+    measures = canvas.study.quantization.measures
+    for measure in measures:
+        quantity = AXES[measure]
         rows = [
             row
             for spec in specs
@@ -107,8 +133,9 @@ def methods(canvas: Canvas) -> Drawn | None:
         x = x.logarithmic_for(rows) if measure == DIVERGENCE else x
         values = marks(rows, canvas.runs, x, y, has_line=False, yOffset=offset)
         zero = [] if x.is_log else [level(0.0, "x")]
-        panels.append((rows, panel([*zero, values], "", 2, ROW_PIXELS * len(specs))))
-    return drawn(panels, 2)
+        height = ROW_PIXELS * len(specs)
+        panels.append((rows, panel([*zero, values], "", len(measures), height)))
+    return drawn(panels, len(measures))
 
 
 def _below_each_other(canvas: Canvas) -> Chart:
@@ -119,8 +146,9 @@ def _below_each_other(canvas: Canvas) -> Chart:
 
 @figure(
     "tasks",
-    "Accuracy on downstream tasks that quantization costs, as a share of the accuracy before: at"
-    " the end of every run, task by task and in the mean. Bars are intervals over questions.",
+    "Accuracy on downstream tasks that quantization costs, (Acc(W) - Acc(W_q)) / (1 - Acc(W)): what"
+    " it adds to the errors, as a share of them. At the end of every run, task by task and in the"
+    " mean. Bars are intervals over questions.",
     lambda study: study.tasks is not None,
 )
 def tasks(canvas: Canvas) -> Drawn | None:
@@ -145,3 +173,28 @@ def tasks(canvas: Canvas) -> Drawn | None:
             chart = panel([level(0.0, "x"), values], rows[0]["panel"], columns, height)
             panels.append((rows, chart))
     return drawn(panels, columns)
+
+
+@figure(
+    "accuracy_degradation",
+    "What quantization costs in loss, left, and in accuracy, right, against training tokens, a row"
+    " per spec. Accuracy: (Acc(W) - Acc(W_q)) / (1 - Acc(W)), in the mean of the tasks. Bars are"
+    " intervals, of the loss over documents, of the accuracy over questions. Dotted, on the second"
+    " axis: the learning rate as a share of its peak.",
+    lambda study: study.tasks is not None and study.tasks.along,
+)
+def accuracy_degradation(canvas: Canvas) -> Drawn | None:
+    """Draw two panels per spec, as arXiv 2510.06213 does of SmolLM3."""
+    settings, quantization = canvas.study.tasks, canvas.study.quantization
+    assert settings
+    measure, panels = quantization.measures[0], list[tuple[Rows, Chart]]()
+    for spec in settings.specs:
+        title, beside = spec_title(spec), Rows()
+        # A spec may be asked of whose losses are not measured along training.
+        if spec in quantization.everywhere:
+            beside = canvas.along(AXES[measure], measure.of(spec), title)
+        lost = canvas.along(LOST, DEGRADATION.of(spec), title)
+        for rows, quantity in ((beside, AXES[measure]), (lost, LOST)):
+            if rows:
+                panels.append((rows, canvas.curves(rows, quantity, 2)))
+    return drawn(panels, 2, canvas.rates)

@@ -36,6 +36,7 @@ from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.recipes.changed import OF_RECIPE, with_study_settings
 from study.recipes.parts import SMALL_CURVATURE, SMALL_QUANTIZATION, recipe_of_settings
+from study.recipes.presets import PRESET
 from study.released import ReleasedRevision, ReleasedRun, is_after_pretraining
 from train.model.families.released import MAIN
 
@@ -91,7 +92,8 @@ def released_of(settings: Sequence[str]) -> Released:
     Others are of the study.
     """
     # A setting is of the released model, or else of the study that is made of it.
-    fields = (*Released.model_fields, *(key for key in Study.model_fields if key not in OF_RECIPE))
+    of_study = (key for key in Study.model_fields if key not in OF_RECIPE)
+    fields = (*Released.model_fields, PRESET, *of_study)
     for setting in settings:
         if path_of(setting).partition(".")[0] not in fields:
             check_path(setting, fields)

@@ -4,7 +4,6 @@ Job and result are files. The library's module is started as `python -m quant_ev
 JOB.json`, or in a fork where that is as good, and leaves in `Job.out`: `weights.safetensors`, the
 dense values of every parameter it changed, and `report.json`, written last.
 
-Shapes: N calibration sequences, L tokens of a sequence.
 """
 
 import multiprocessing
@@ -33,6 +32,7 @@ from base.ranks import Ranks
 from base.reading import read_model
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
 from ckpt_tools.formats.weights import DTYPES
+from quant_eval.draws import Draw, save_draw
 from quant_eval.model.streamed import StreamedModel
 from quant_eval.quantizer import QuantSpec
 from quant_eval.settings import ComputeSettings
@@ -51,7 +51,7 @@ class Job(Frozen):
         BeforeValidator(lambda spec: parse_spec(spec) if isinstance(spec, str) else spec),
         PlainSerializer(lambda spec: spec.name, return_type=str),
     ]
-    calibration: Path = Field(description="safetensors file; 'input_ids' int64 [N, L], unpadded")
+    calibration: Path = Field(description="file of `draws.save_draw`")
     dtype: Literal["fp32", "bf16"] = Field(
         description="the model's while it is quantized, and that of the weights"
     )
@@ -75,7 +75,7 @@ OpenModel = Callable[[], AbstractContextManager[tuple[StreamedModel, Report]]]
 def library_model(
     hf_dir: Path,
     spec: QuantSpec,
-    draw_NL: Tensor | None,
+    draw: Draw | None,
     compute: ComputeSettings,
     work: Path,
     ranks: Ranks,
@@ -87,7 +87,7 @@ def library_model(
     """
     if spec.module is None:
         return None
-    assert draw_NL is not None  # all of these methods are calibrated
+    assert draw is not None  # all of these methods are calibrated
     job = Job(
         hf_dir=hf_dir,
         spec=spec,
@@ -98,20 +98,18 @@ def library_model(
         threads=torch.get_num_threads(),
         out=work / "out",
     )
-    return partial(_quantized_model, job, draw_NL, ranks)
+    return partial(_quantized_model, job, draw, ranks)
 
 
 @contextmanager
-def _quantized_model(
-    job: Job, draw_NL: Tensor, ranks: Ranks
-) -> Iterator[tuple[StreamedModel, Report]]:
+def _quantized_model(job: Job, draw: Draw, ranks: Ranks) -> Iterator[tuple[StreamedModel, Report]]:
     work = job.out.parent
     try:
         if ranks.rank == 0:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
             torch.cuda.empty_cache()  # what an earlier pass freed is for the library's process
-            save_file({"input_ids": draw_NL}, job.calibration)
+            save_draw(job.calibration, draw)
             run_job(job)
         # The files are complete when rank 0 arrives here.
         ranks.wait()

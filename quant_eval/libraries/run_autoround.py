@@ -12,7 +12,7 @@ every block with a finite loss. What the weights show, `outcome` checks.
 Its own conventions, kept: a symmetric grid has a point at the weight of largest size, and none at
 its opposite; the last token of every sequence has no part in the loss.
 
-Shapes: O output features, N calibration sequences, L tokens of a sequence.
+Shapes: O output features, G groups of input features, L tokens of a sequence.
 """
 
 import gc
@@ -24,13 +24,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from base.errors import UserError
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import load_hf_model
+from quant_eval.draws import described_draw, load_draw
 from quant_eval.libraries.job import Job, run_process, write_report
 from quant_eval.libraries.outcome import (
     Grids,
@@ -172,15 +172,15 @@ def quantize(job: Job) -> None:
     spec = job.spec
     assert isinstance(spec, AutoRound)
     torch.set_num_threads(job.threads)
-    ids_NL = load_file(job.calibration)["input_ids"]
+    draw = load_draw(job.calibration)
 
     dtype = DTYPES[job.dtype]
     model = load_hf_model(job.hf_dir, dtype, attention="sdpa", architectures=ARCHITECTURES)
-    check_alike("auto-round", model.config, ids_NL.shape[1])
+    check_alike("auto-round", model.config, max(map(len, draw)))
     linears, original = block_linears(model), original_weights(job.hf_dir, model, dtype)
-    if len(ids_NL) < BATCH:  # it would leave them out
+    if len(draw) < BATCH:  # it would leave them out
         raise UserError(
-            f"auto-round takes batches of {BATCH} sequences, and there are {len(ids_NL)}; give"
+            f"auto-round takes batches of {BATCH} sequences, and there are {len(draw)}; give"
             " more --calibration-sequences"
         )
 
@@ -209,7 +209,7 @@ def quantize(job: Job) -> None:
     config = SignRoundConfig(**algorithm)
     sequences = [
         {"input_ids": ids_1L, "attention_mask": torch.ones_like(ids_1L)}
-        for ids_1L in ids_NL[:, None]
+        for ids_1L in torch.stack(list(draw))[:, None]
     ]
     rounding = auto_round.AutoRound(
         model,
@@ -217,8 +217,8 @@ def quantize(job: Job) -> None:
         scheme=QuantizationScheme.from_dict(scheme(spec)),
         alg_configs=config,
         dataset=sequences,
-        nsamples=len(ids_NL),
-        seqlen=ids_NL.shape[1],
+        nsamples=len(draw),
+        seqlen=len(draw[0]),
         **settings,
     )
     with sdpa_kernel(SDPBackend.MATH):  # the others' gradients vary from run to run on a GPU
@@ -242,7 +242,7 @@ def quantize(job: Job) -> None:
         "algorithm": used,
         "pipeline": settings,
         "attention": "sdpa, math",
-        "calibration": list(ids_NL.shape),
+        "calibration": described_draw(draw),
     }
     write_report(job, weights, "auto-round", auto_round.__version__, report)
 

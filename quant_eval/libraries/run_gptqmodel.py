@@ -14,7 +14,7 @@ lack the updates from that block (so for groups below 128, but not for `static` 
 such blocks GPTAQ multiplies its second term with the rounded weights, within them with the updated
 ones. The weight of an input that is 0 in all of the text becomes 0.
 
-Shapes: I input features, N calibration sequences, L tokens of a sequence.
+Shapes: O output features, I input features, G groups of them, L tokens of a sequence.
 """
 
 import os
@@ -22,13 +22,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from base.errors import UserError
 from base.libraries.private_names import replace
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import load_hf_model
+from quant_eval.draws import DROPPED_TOKENS, described_draw, is_ragged, load_draw
 from quant_eval.libraries import pcre
 from quant_eval.libraries.job import Job, run_process, write_report
 from quant_eval.libraries.outcome import (
@@ -49,7 +49,6 @@ RIGHT = (
     *("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("SmolLM3ForCausalLM", "ApertusForCausalLM", "Olmo3ForCausalLM"),
 )
-DROPPED_TOKENS = 10  # gptqmodel always leaves out sequences of up to so many tokens
 ENVIRONMENT = {
     # the fewest it starts with; on its own it takes as many as there are cores
     "GPTQMODEL_CPU_WORKERS": "2",
@@ -194,15 +193,14 @@ def quantize(job: Job) -> None:
     if not 0 < spec.damping < 1:
         raise UserError(f"spec {spec.name}: gptqmodel takes a damp above 0 and below 1")
     torch.set_num_threads(job.threads)
-    ids_NL = load_file(job.calibration)["input_ids"]
-    if ids_NL.shape[1] <= DROPPED_TOKENS:
-        raise UserError(
-            f"gptqmodel drops sequences of {ids_NL.shape[1]} tokens; calibrate on longer ones"
-        )
+    draw = load_draw(job.calibration)
+    shortest = min(map(len, draw))
+    if shortest <= DROPPED_TOKENS:
+        raise UserError(f"gptqmodel drops sequences of {shortest} tokens; calibrate on longer ones")
 
     dtype = DTYPES[job.dtype]
     hf_model = load_hf_model(job.hf_dir, dtype, attention="sdpa", architectures=RIGHT)
-    check_alike("gptqmodel", hf_model.config, ids_NL.shape[1])
+    check_alike("gptqmodel", hf_model.config, max(map(len, draw)))
     # Names are taken before gptqmodel works on the model, which it does not leave as it was.
     linears, original = [*block_linears(hf_model)], original_weights(job.hf_dir, hf_model, dtype)
 
@@ -237,9 +235,9 @@ def quantize(job: Job) -> None:
     )
 
     # GPTQ counts tokens, GPTAQ sequences
-    task, samples = quantization.GPTQ, ids_NL.numel()
+    task, samples = quantization.GPTQ, sum(map(len, draw))
     if isinstance(spec, GPTAQ):
-        task, samples = quantization.GPTAQ, len(ids_NL)
+        task, samples = quantization.GPTAQ, len(draw)
     model.subset_callback = watch = Watch(model, spec.damping, samples)
     inversion = watch.over_inversion(quantization.GPTQ.hessian_inverse)
     replace(quantization.GPTQ, "hessian_inverse", inversion)
@@ -247,11 +245,11 @@ def quantize(job: Job) -> None:
 
     # the sequences as they are, neither sorted nor joined
     arguments = {
-        "batch_size": job.batch_size,
+        "batch_size": 1 if is_ragged(draw) else job.batch_size,  # it would pad, which is no text
         "calibration_sort": None,
         "calibration_concat_size": None,
     }
-    sequences = [{"input_ids": ids_L, "attention_mask": torch.ones_like(ids_L)} for ids_L in ids_NL]
+    sequences = [{"input_ids": ids_L, "attention_mask": torch.ones_like(ids_L)} for ids_L in draw]
     # packing takes the biases of linears out of the model
     biases = {key: value for key, value in hf_model.named_parameters() if key.endswith(".bias")}
     model.quantize(sequences, **arguments)
@@ -266,7 +264,7 @@ def quantize(job: Job) -> None:
         "quantize": arguments,
         "environment": ENVIRONMENT,
         "attention": "sdpa",
-        "calibration": list(ids_NL.shape),
+        "calibration": described_draw(draw),
     }
     write_report(job, weights, "gptqmodel", gptqmodel.__version__, report)
 

@@ -7,7 +7,7 @@ grids, which `outcome` checks. Whatever the library warns of is an error. Activa
 the full-precision model: llmcompressor does not pass the error of rounded layers on to later ones,
 as AWQ's authors do not.
 
-Shapes: O output features, I input features, N calibration sequences, L tokens of a sequence.
+Shapes: O output features, I input features, G groups of them, L tokens of a sequence.
 """
 
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from loguru import logger
 from pydantic import PrivateAttr
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -32,6 +32,7 @@ from base.errors import UserError
 from base.libraries.private_names import replace
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import load_hf_model
+from quant_eval.draws import described_draw, is_ragged, load_draw
 from quant_eval.libraries.awq_mappings import (
     Mappings,
     check_folds,
@@ -123,7 +124,8 @@ def calibrate(
     Raises:
         UserError: the library warned of something, or did not see every token at every fold.
     """
-    ids_NL = load_file(job.calibration)["input_ids"]
+    draw = load_draw(job.calibration)
+    batch_size = 1 if is_ragged(draw) else job.batch_size  # sequences of one length make a batch
     warned: list[str] = []
     logger.remove()
     logger.add(lambda message: warned.append(message.record["message"]), level="WARNING")
@@ -142,13 +144,13 @@ def calibrate(
         for i in range(len(blocks))
         for fold in mappings.folds
     ]
-    sequences: Any = [{"input_ids": ids_L} for ids_L in ids_NL]
+    sequences: Any = [{"input_ids": ids_L} for ids_L in draw]
     awq = NotingAWQModifier(mappings=layer_mappings, offload_device=None, **GRID)
-    awq._num_tokens = ids_NL.numel()
+    awq._num_tokens = sum(map(len, draw))
     scheme = QuantizationScheme(targets=linears, weights=weights)
     pipeline = PIPELINE | {
-        "batch_size": job.batch_size,
-        "num_calibration_samples": len(ids_NL),
+        "batch_size": batch_size,
+        "num_calibration_samples": len(draw),
         "sequential_targets": [type(blocks[0]).__name__],
     }
     oneshot(
@@ -156,7 +158,7 @@ def calibrate(
         processor=object(),  # type: ignore[arg-type]  # never called: the text is tokens already
         recipe=[awq, QuantizationModifier(config_groups={"linears": scheme}, ignore=[])],
         # given a loader, llmcompressor samples nothing itself: every sequence, in order
-        dataset=DataLoader(sequences, batch_size=job.batch_size, shuffle=False, drop_last=False),
+        dataset=DataLoader(sequences, batch_size=batch_size, shuffle=False, drop_last=False),
         **pipeline,
     )
     remove_dispatch(model)  # plain tensors again, wherever the pipeline kept them
@@ -177,7 +179,7 @@ def calibrate(
         "weights": weights.model_dump(mode="json"),
         "pipeline": pipeline,
         "attention": "eager",  # which llmcompressor forces
-        "calibration": list(ids_NL.shape),
+        "calibration": described_draw(draw),
         "folds": [str(fold) for fold in mappings.folds],
         "unscaled": mappings.unscaled,
     }

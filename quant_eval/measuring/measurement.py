@@ -135,11 +135,11 @@ def _quantize(
                     keepers.append(DenseWriter(hf_dir, directory, spec, settings.dtype))
                     takers.append(keepers[number].add)
             finished = partial(_hand_to, takers) if takers else None
-            for draw, draw_NL in enumerate(texts.draws_for(spec)):
+            for draw, sequences in enumerate(texts.draws_for(spec)):
                 work = out / LIBRARY_WORK  # of one draw after the other
-                library = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
+                library = library_model(hf_dir, spec, sequences, settings, work, ranks)
                 seed, by_block = settings.seed + draw, settings.per_block
-                variants.append(Variant(spec, draw_NL, library, keep, finished, by_block, seed))
+                variants.append(Variant(spec, sequences, library, keep, finished, by_block, seed))
 
         # Variants are in the order of specs and, within each, of draws.
         walked = iter(walk(model, variants, texts.data, settings, ranks))

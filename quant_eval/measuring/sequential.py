@@ -3,7 +3,7 @@
 Shapes: B sequences, L tokens of a sequence, D hidden features.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class BlockQuantizer:
 
     Args of the constructor:
         calibration: this rank's sequences as the first block reads them; advanced in place.
-        context: what the blocks need besides for a batch of its length.
+        contexts: what the blocks need besides, for each of its batches.
         buffers: what every block writes anew, shared by all quantizers of a walk.
         keeps_gated: whether what the MLP's last linear reads is kept until its output is computed;
             otherwise it is computed twice.
@@ -56,7 +56,7 @@ class BlockQuantizer:
         self,
         spec: QuantSpec,
         calibration: Activations,
-        context: Context,
+        contexts: Sequence[Context],
         ranks: Ranks,
         buffers: Buffers,
         keeps_gated: bool,
@@ -64,7 +64,7 @@ class BlockQuantizer:
         keep: Keep | None = None,
         seed: int = 0,
     ) -> None:
-        self.spec, self._x, self._context = spec, calibration, context
+        self.spec, self._x, self._contexts = spec, calibration, contexts
         self._ranks, self._places, self._first_seed = ranks, places, seed
         self._buffers, self._keeps_gated = buffers, keeps_gated
         self._quantize = GroupQuantizer(spec, places, ranks, keep)
@@ -110,7 +110,8 @@ class BlockQuantizer:
             return {}
         reading = next(iter(block.linears()[0].values()))
         sampled = sample(self._x, reading.in_features, reading.weight.dtype, self._ranks)
-        return learn_transforms(block, sampled, self._context, self.spec, seed, self._ranks)
+        # All sequences have one length (`QuantSpec.needs_equal_lengths`), and a rank has some.
+        return learn_transforms(block, sampled, self._contexts[0], self.spec, seed, self._ranks)
 
     def _seed(self, block: Block) -> int:
         """Return the seed of a block's random signs and of what it learns."""
@@ -127,7 +128,7 @@ class BlockQuantizer:
             # One pass over the calibration text for the ranges alone; its outputs are not kept.
             ranges = watch_cache(block, self._places)
             for index in range(len(self._x)):
-                block.attended(self._x.read(index), self._context)
+                block.attended(self._x.read(index), self._contexts[index])
             ranges.largest_2.copy_(self._ranks.max(ranges.largest_2))
         cast_cache(block, self.spec, self._places, ranges)
 
@@ -150,7 +151,7 @@ class BlockQuantizer:
     def _output_reads(self, block: Block) -> Iterator[Tensor]:
         buffer = self._attended(block)
         for index in range(len(self._x)):
-            attended = block.attended(self._x.read(index), self._context)
+            attended = block.attended(self._x.read(index), self._contexts[index])
             buffer.write(index, attended)
             yield attended
 
@@ -198,9 +199,11 @@ class BlockQuantizer:
 
     def _buffer(self, linears: Linears, name: str) -> Activations:
         width = next(iter(linears.values())).in_features
-        if name not in self._buffers:
-            self._buffers[name] = self._x.like(width)  # all draws have the same shapes
-        return self._buffers[name]
+        buffer = self._buffers.get(name)
+        # Packed draws share their shapes; documents of another draw have other lengths.
+        if buffer is None or buffer.shapes != self._x.shapes:
+            buffer = self._buffers[name] = self._x.like(width)
+        return buffer
 
     def _statistics(self, linears: Linears, inputs: Iterator[Tensor]) -> InputStatistics:
         """Return the statistics of inputs over the tokens of all ranks."""

@@ -7,23 +7,21 @@ Shapes: N calibration sequences or evaluated blocks, L tokens of a sequence, T t
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from base.errors import UserError
 from base.files import sha256_of
-from quant_eval.bos import begun, bos_of
+from quant_eval.bos import bos_of
+from quant_eval.draws import Draw, packed_draw, separate_draw
 from quant_eval.measuring.documents import check_documents
 from quant_eval.measuring.losses import EvaluationSet, evaluation_set
 from quant_eval.model.streamed import StreamedModel
 from quant_eval.quantizer import QuantSpec
 from quant_eval.settings import CalibrationSettings, RunSettings
-from train.data.batches import batch
 from train.data.corpus import Corpus, check_vocabulary, open_corpus
 from train.data.tokenizer import TOKENIZER_JSON
 
@@ -35,11 +33,11 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # of the polynomial hash, modulo 2^6
 class Texts(NamedTuple):
     """The calibration draws and the evaluated documents, and how a result describes them."""
 
-    draws: list[Tensor]  # none without a calibration text
+    draws: list[Draw]  # none without a calibration text
     data: EvaluationSet
     described: dict[str, Any]
 
-    def draws_for(self, spec: QuantSpec) -> Sequence[Tensor | None]:
+    def draws_for(self, spec: QuantSpec) -> Sequence[Draw | None]:
         """Return the draws a spec is calibrated on, or a single None: it is quantized once."""
         return self.draws if spec.needs_calibration else [None]
 
@@ -54,40 +52,39 @@ def open_texts(hf_dir: Path, model: StreamedModel, settings: RunSettings) -> Tex
 
     UserError if they do not fit the model or each other.
     """
-    length = settings.block_length(model.config.max_position_embeddings)
+    context = model.config.max_position_embeddings
     evaluation = open_text(settings.eval, hf_dir, model.config.vocab_size)
     bos, sha256 = bos_of(hf_dir, settings.bos), evaluation.manifest.sha256
     if settings.calibration is None:
-        return _texts(settings, length, None, sha256, bos)
+        return _texts(settings, context, None, sha256, bos)
     calibration = open_text(settings.calibration, hf_dir, model.config.vocab_size)
-    texts = _texts(settings, length, calibration.manifest.sha256, sha256, bos)
-    for draw_NL in texts.draws:
-        # BOS may be the padding or end-of-text token, and is no padding here.
-        _check_draw(draw_NL[:, len(bos) :], calibration, model)
+    texts = _texts(settings, context, calibration.manifest.sha256, sha256, bos)
+    for draw in texts.draws:
+        _check_draw(draw, bos, calibration, model)
     return texts
 
 
 @functools.lru_cache(maxsize=1)  # for all models of a process
 def _texts(
     settings: RunSettings,
-    length: int,
+    context: int,
     calibration_sha256: str | None,
     eval_sha256: str,
     bos: tuple[int, ...],
 ) -> Texts:
-    """Return the texts with these hashes, in sequences of that many tokens."""
-    evaluation = open_corpus(settings.eval)
+    """Return the texts with these hashes, in sequences within the context of a model."""
+    evaluation, length = open_corpus(settings.eval), settings.block_length(context)
     data = evaluation_set(
         evaluation, length, settings.eval_tokens, settings.documents, settings.eval_seed, bos
     )
     check_documents(evaluation, len(data.documents))
-    described = settings.texts(length, calibration_sha256, eval_sha256)
+    described = settings.texts(context, calibration_sha256, eval_sha256)
     described["evaluation"]["bos_token_ids"] = list(bos)
     if settings.calibration is None:
         return Texts([], data, described)
     calibration = open_corpus(settings.calibration)
     draws = [
-        _draw(calibration, settings, length, settings.seed + draw, bos)
+        _draw(calibration, settings, context, settings.seed + draw, bos)
         for draw in range(settings.calibration_seeds)
     ]
     copied = check_apart(calibration, draws, evaluation, data)
@@ -117,35 +114,33 @@ def calibration_draw(
     model: StreamedModel,
     draw: int,
     bos: tuple[int, ...] = (),
-) -> Tensor:
-    """Return draw `draw` (from 0), int64 [N, L]: packed sequences, none twice and none padded.
-
-    Each begins with `bos`, which takes the place of its last token.
-    """
-    length = settings.block_length(model.config.max_position_embeddings)
-    draw_NL = _draw(corpus, settings, length, settings.seed + draw, bos)
-    _check_draw(draw_NL[:, len(bos) :], corpus, model)
-    return draw_NL
+) -> Draw:
+    """Return draw `draw` (from 0): sequences that begin with `bos`, none twice and none padded."""
+    context = model.config.max_position_embeddings
+    sequences = _draw(corpus, settings, context, settings.seed + draw, bos)
+    _check_draw(sequences, bos, corpus, model)
+    return sequences
 
 
 def _draw(
-    corpus: Corpus, settings: CalibrationSettings, length: int, seed: int, bos: tuple[int, ...]
-) -> Tensor:
-    sequences, available = settings.calibration_sequences, corpus.num_sequences(length)
-    if sequences > available:
-        raise UserError(
-            f"{corpus.prefix} holds {available} sequences of {length} tokens, fewer than"
-            f" {sequences}; lower --calibration-sequences or prepare more text"
-        )
-    tokens_BS1 = batch(corpus, step=1, batch_size=sequences, sequence_length=length, seed=seed)
-    # `batch` gives inputs and targets: the last token of a sequence is a target alone.
-    draw_NL = np.stack([begun(sequence, bos)[:length] for sequence in tokens_BS1[:, :-1]])
-    return torch.from_numpy(draw_NL)
+    corpus: Corpus, settings: CalibrationSettings, context: int, seed: int, bos: tuple[int, ...]
+) -> Draw:
+    length, count = settings.calibration_length(context), settings.calibration_sequences
+    match settings.calibration_documents:
+        case "packed":
+            return packed_draw(corpus, count, length, seed, bos)
+        case "separate":
+            return separate_draw(corpus, count, length, seed, bos)
+        case kind:
+            assert_never(kind)
 
 
-def _check_draw(draw_NL: Tensor, corpus: Corpus, model: StreamedModel) -> None:
+def _check_draw(draw: Draw, bos: tuple[int, ...], corpus: Corpus, model: StreamedModel) -> None:
     """Raise UserError for padding, or fewer tokens than a linear of the model has inputs."""
-    if _is_padded(draw_NL.numpy(), corpus.manifest.eos_token_id, model.config):
+    # BOS may be the padding or end-of-text token, and is no padding here.
+    texts = [ids_L[len(bos) :].numpy()[None] for ids_L in draw]
+    eos = corpus.manifest.eos_token_id
+    if any(_is_padded(text_1L, eos, model.config) for text_1L in texts):
         raise UserError(
             f"{corpus.prefix}: calibration sequences hold padding, which would enter the Hessians;"
             " prepare the text without it"
@@ -153,9 +148,10 @@ def _check_draw(draw_NL: Tensor, corpus: Corpus, model: StreamedModel) -> None:
     widths = {name: linear.in_features for name, linear in model.empty_linears().items()}
     # The Hessian of fewer tokens than inputs is singular.
     name, widest = max(widths.items(), key=lambda item: item[1])
-    if draw_NL.numel() < widest:
+    tokens = sum(text_1L.size for text_1L in texts)
+    if tokens < widest:
         raise UserError(
-            f"{draw_NL.numel()} calibration tokens are too few for the {widest} inputs of {name}:"
+            f"{tokens} calibration tokens are too few for the {widest} inputs of {name}:"
             " their Hessian would be decided by the damping; raise --calibration-sequences"
         )
 
@@ -169,7 +165,7 @@ def _is_padded(drawn_NL: NDArray[np.int64], eos: int, config: PretrainedConfig) 
 
 
 def check_apart(
-    calibration: Corpus, draws: list[Tensor], evaluation: Corpus, data: EvaluationSet
+    calibration: Corpus, draws: Sequence[Draw], evaluation: Corpus, data: EvaluationSet
 ) -> float:
     """Return the share of the evaluated windows of 16 tokens that calibration sequences hold too.
 
@@ -181,7 +177,8 @@ def check_apart(
             " that is not evaluated"
         )
     # of a calibration sequence every window, of an evaluated block every sixteenth
-    windows = [_hashes(_sliding(draw_NL.numpy(), WINDOW_TOKENS)) for draw_NL in draws]
+    sequences = [ids_L.numpy()[None] for draw in draws for ids_L in draw]
+    windows = [_hashes(_sliding(ids_1L, WINDOW_TOKENS)) for ids_1L in sequences]
     calibrated = np.unique(np.concatenate([hashes.ravel() for hashes in windows]))
     counts_N = [len(block_T) // WINDOW_TOKENS for block_T in data.blocks]
     cut = [block_T[: len(block_T) // WINDOW_TOKENS * WINDOW_TOKENS] for block_T in data.blocks]

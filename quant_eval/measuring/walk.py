@@ -1,6 +1,6 @@
 """One walk through a model, block by block: quantized for every spec, evaluated on the way.
 
-Shapes: N calibration sequences, L tokens of a sequence, B sequences of a batch.
+Shapes: L tokens of a sequence, B sequences of a batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 from base.progress import Progress
 from base.ranks import Ranks
 from ckpt_tools.hf.measured import Linear
+from quant_eval.draws import Draw, batches_of
 from quant_eval.libraries.job import OpenModel, Report
 from quant_eval.measuring.groups import Keep
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses, paired_losses
@@ -20,7 +21,7 @@ from quant_eval.measuring.room import Room, room_for, sizes_of
 from quant_eval.measuring.sequential import BlockQuantizer, Buffers
 from quant_eval.measuring.streams import Evaluated, Stream, evaluated_stream
 from quant_eval.model.activations import Activations
-from quant_eval.model.streamed import Block, Context, StreamedModel
+from quant_eval.model.streamed import Block, StreamedModel
 from quant_eval.quantizer import QuantSpec
 from quant_eval.settings import ComputeSettings
 from quant_eval.transforms.placement import places_of
@@ -35,7 +36,7 @@ class Variant:
     """One quantized model to be made.
 
     Attributes:
-        calibration_NL: token ids its Hessians are estimated on; None for methods without them.
+        calibration: what its Hessians are estimated on; None for methods without them.
         library: opens the model as another project's library quantized it; None for ours.
         keep: takes the codes of every linear, for a checkpoint.
         finished: takes every quantized block.
@@ -44,7 +45,7 @@ class Variant:
     """
 
     spec: QuantSpec
-    calibration_NL: Tensor | None
+    calibration: Draw | None
     library: OpenModel | None = None
     keep: Keep | None = None
     finished: Finished | None = None
@@ -123,18 +124,21 @@ class _Passes:
         self._model, self._data, self._compute, self._ranks = model, data, compute, ranks
         self._share = data.batches(compute.batch_size)[ranks.rank :: ranks.size] if data else []
         self._final: Activations | None = None  # the full-precision model's, after the last block
-        draws = [each.calibration_NL for each in variants if each.calibration_NL is not None]
-        sequences, length = draws[0].shape if draws else (0, 0)
+        draws = [self._calibration(each) for each in variants]
         evaluated = [data.padded(batch)[:, :-1].shape for batch in self._share] if data else []
         by_block = any(variant.by_block for variant in variants)
         sizes = sizes_of(
             model,
-            calibration=len(ranks.share(sequences)) * length,
+            calibration=max((sum(map(Tensor.numel, batches)) for batches in draws), default=0),
             evaluated=sum(rows * columns for rows, columns in evaluated),
             # The quantized stream, and two of each block: it alone, and all but it.
             forks=1 + 2 * model.num_blocks if by_block else 1,
             batch=max(
-                [compute.batch_size * length, *(rows * columns for rows, columns in evaluated)]
+                [
+                    *(tokens_BL.numel() for batches in draws for tokens_BL in batches),
+                    *(rows * columns for rows, columns in evaluated),
+                ],
+                default=0,
             ),
         )
         self.room = room_for(sizes, len(variants), ranks)
@@ -208,22 +212,24 @@ class _Passes:
             for text in evaluated
         ]
 
+    def _calibration(self, variant: Variant) -> list[Tensor]:
+        """Return this rank's share of the calibration sequences of a variant, in batches [B, L]."""
+        draw = variant.calibration
+        if draw is None:
+            return []
+        share = self._ranks.share(len(draw))
+        return batches_of(draw[share.start : share.stop], self._compute.batch_size)
+
     def _quantizers(self, variants: Sequence[Variant]) -> list[BlockQuantizer]:
         quantizers, buffers = list[BlockQuantizer](), Buffers()
         for variant in variants:
-            batches, context = list[Tensor](), Context()
-            # a rank calibrates with its share of the sequences
-            if (draw_NL := variant.calibration_NL) is not None:
-                share = self._ranks.share(len(draw_NL))
-                share_NL = draw_NL[share.start : share.stop]
-                batches = [*share_NL.split(self._compute.batch_size)] if len(share_NL) else []
-                context = self._model.context(draw_NL.shape[1])
+            batches = self._calibration(variant)
             stream = Stream(self._model, batches, on_device=self.room.on_device)
             quantizers.append(
                 BlockQuantizer(
                     variant.spec,
                     stream.activations,
-                    context,
+                    stream.contexts,
                     self._ranks,
                     buffers,
                     self.room.keeps_gated,

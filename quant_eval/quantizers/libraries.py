@@ -108,6 +108,11 @@ class AutoRound(LibrarySpec):
 
     iterations: Iterations = 200
 
+    @property
+    def needs_equal_lengths(self) -> bool:
+        """It is learned on calibration sequences, which have to be of one length."""
+        return True
+
     def check_sizes(self, name: str, shape: tuple[int, int]) -> None:
         """Raise UserError for groups that do not divide, or a linear that is left out."""
         super().check_sizes(name, shape)

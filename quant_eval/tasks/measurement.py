@@ -127,10 +127,10 @@ def quantized_model(
     full: Any = load_hf_model(hf_dir, DTYPES[settings.dtype], "sdpa", ARCHITECTURES)
     model = StreamedModel(hf_dir, HFWeights(hf_dir), DTYPES[settings.dtype], ranks.device)
     check_spec(model, spec)
-    draw_NL, calibration = None, settings.of_specs([spec]).calibration
+    draw, calibration = None, settings.of_specs([spec]).calibration
     if calibration:
         corpus = open_text(calibration, hf_dir, model.config.vocab_size)
-        draw_NL = calibration_draw(corpus, settings, model, 0, bos)
+        draw = calibration_draw(corpus, settings, model, 0, bos)
     layers = getattr(getattr(full, model.family.decoder), LAYERS)
 
     def keep(index: int, block: Block) -> None:
@@ -138,10 +138,10 @@ def quantized_model(
         layers[index] = block.module
 
     work = hf_dir / "tasks" / spec.name / LIBRARY_WORK  # where all ranks see it
-    library = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
+    library = library_model(hf_dir, spec, draw, settings, work, ranks)
     (walked,) = walk(
         model,
-        [Variant(spec, draw_NL, library, finished=keep, seed=settings.seed)],
+        [Variant(spec, draw, library, finished=keep, seed=settings.seed)],
         None,
         settings,
         ranks,

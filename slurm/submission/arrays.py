@@ -9,21 +9,13 @@ from dataclasses import dataclass
 from base.grouping import grouped
 from slurm.site import JobKind, JobLimits
 from study import steps as pipeline
-from study.definition import KINDS, Study
+from study.definition import Study
 from study.paths import MeasuredModel, ingredients, model_record
 from study.step import Step
 
 FINAL = "final"  # table, report and mirror of what there is, once nothing else can be made
 DEFAULT_MAX_ARRAY_SIZE = 1001  # SLURM's own default
 WEIGHTS, AVERAGES, SOUPS = "", "-averages", "-soups"  # chains, by the suffix of their arrays
-# Kinds of measurement that are made as soon as a model is there, with the site's table of their
-# resources, and kinds that are made at the end of a run.
-AT_EACH_MODEL: dict[str, JobKind] = {
-    kind.name: "curvature" if kind.shares_model else "quantize"
-    for kind, _ in KINDS
-    if kind.models != "last"
-}
-AT_THE_END = {kind.name for kind, _ in KINDS if kind.models == "last"}
 
 Elements = Sequence[tuple[str, ...]]  # of an array: the names of the steps of each
 
@@ -52,6 +44,15 @@ class _Planner:
 
     def __init__(self, study: Study, limits: JobLimits) -> None:
         self.study, self.limits, self.steps = study, limits, pipeline.steps_of(study)
+        # Kinds of measurement that are made as soon as a model is there, with the site's table of
+        # their resources, and kinds that are made at the end of a run.
+        self.at_each_model: dict[str, JobKind] = {}
+        self.at_the_end: set[str] = set()
+        for kind, settings in study.measurements:
+            if kind.at_the_end(settings):
+                self.at_the_end.add(kind.name)
+            else:
+                self.at_each_model[kind.name] = "curvature" if kind.shares_model else "quantize"
 
     def plan(self) -> Iterator[JobArray]:
         """Yield all arrays, each after those that make what it reads."""
@@ -110,7 +111,7 @@ class _Planner:
             yield from self.arrays(part_name, "export", part)
             # What measures a part has its number, and its elements those of what makes the models.
             number = part_name.removeprefix(name)
-            for kind, table in AT_EACH_MODEL.items():
+            for kind, table in self.at_each_model.items():
                 steps = [
                     [step for maker in makers for step in measurements[maker] if step.kind == kind]
                     for makers in part
@@ -126,7 +127,7 @@ class _Planner:
         measurements: dict[str, list[Step]] = {step.name: [] for step in making}
         for step in self.steps:
             maker = next((makers[path] for path in step.reads if path in makers), None)
-            if maker and step.kind in AT_EACH_MODEL:
+            if maker and step.kind in self.at_each_model:
                 measurements[maker].append(step)
         return measurements
 
@@ -136,7 +137,8 @@ class _Planner:
             return {}
         if not any(step.specs for element in steps for step in element):
             return {"": [tuple(step.name for step in element) for element in steps]}
-        groups = _chunks(self.study.quantization.everywhere, self.limits.specs_per_job)
+        named = dict.fromkeys(step.specs[-1] for element in steps for step in element)
+        groups = _chunks([*named], self.limits.specs_per_job)
         return {
             f"-{number}": [
                 tuple(step.name for step in element if step.specs[-1] in specs) for element in steps
@@ -146,7 +148,7 @@ class _Planner:
 
     def ends(self) -> Iterator[JobArray]:
         """Yield an element per run for what is measured of its last checkpoint alone."""
-        at_the_end = [step for step in self.steps if step.kind in AT_THE_END]
+        at_the_end = [step for step in self.steps if step.kind in self.at_the_end]
         by_run = grouped(at_the_end, lambda step: step.run)
         elements = [tuple(step.name for step in steps) for steps in by_run.values()]
         yield from self.arrays("ends", "quantize", elements)

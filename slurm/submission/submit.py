@@ -29,6 +29,7 @@ from slurm.submission.script import LOGS, ranges, render
 from slurm.submission.survey import survey
 from study.definition import Study, save_study
 from study.machine.disk import check_room
+from study.machine.measurable import check_measurable
 from study.machine.needs import no_layout, write_run_configurations
 from study.text.steps import check_text
 from study.tracking.store import check_root, create_store
@@ -101,6 +102,7 @@ def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
             refuse_another_cut(study_dir, study, recorded)
         # All that can be refused comes before the plan: a refused study has no submission.
         check_text(study, study_dir)
+        check_measurable(study)
         check_room(study, Path(site.root), site.disk.reserve_gb)
         layouts = training_layouts(study, site)
         write_run_configurations(study_dir, study, layouts)

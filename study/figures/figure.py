@@ -42,7 +42,7 @@ class Figure:
     caption: str
     applies: Callable[[Study], bool]
     draw: Callable[[Canvas], Drawn | None]
-    headline: bool = False
+    headline: Callable[[Study], bool]
 
 
 def figure(
@@ -50,7 +50,7 @@ def figure(
     caption: str,
     applies: Callable[[Study], bool] = lambda _: True,
     *,
-    headline: bool = False,
+    headline: Callable[[Study], bool] = lambda _: False,
 ) -> Callable[[Callable[[Canvas], Drawn | None]], Figure]:
     """Make a figure of the function that draws it; see `Figure`."""
     return lambda draw: Figure(name, caption, applies, draw, headline)
@@ -116,7 +116,8 @@ def draw_all(canvas: Canvas) -> tuple[list[DrawnFigure], list[str]]:
         png = write_figure(drawing, folder / figure.name)
         chart = None if isinstance(drawing.chart, Picture) else drawing.chart
         caption = _caption(figure, chart, canvas.study.captions.get(figure.name, ""))
-        shown.append(DrawnFigure(figure.name, caption, png, chart, figure.headline))
+        headline = figure.headline(canvas.study)
+        shown.append(DrawnFigure(figure.name, caption, png, chart, headline))
     return shown, empty
 
 

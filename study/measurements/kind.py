@@ -139,6 +139,7 @@ class Reading(NamedTuple):
     keys: tuple[str | int, ...]
     unit: str = ""
     type: Type = "number"
+    function: Callable[[float], float] | None = None  # of what is there
 
     def value(self, measured: Any) -> Any:
         """Return the value; None where a key on the way is missing or empty."""
@@ -148,7 +149,9 @@ class Reading(NamedTuple):
             # Indices are of tuples, such as the ends of an interval; other keys are attributes.
             elif measured is not None:
                 measured = measured[key] if isinstance(key, int) else getattr(measured, key)
-        return measured
+        if self.function is None or measured is None:
+            return measured
+        return self.function(measured)
 
 
 def alone(column: Column, name: str, *keys: str) -> Reading:
@@ -211,13 +214,18 @@ class Kind[Settings]:
     steps: Callable[[Settings, Subject, Mapping[str, list[Step]]], list[Step]]
     tabled: Callable[[Settings], list[TabledResult]] = lambda _: []  # its results in the table
     averages: Callable[[Settings], bool] = lambda _: False  # of weights too, where it is of weights
+    along: Callable[[Settings], bool] = lambda _: False  # of all weights, where it is of the last
     shares_work: bool = False  # several processes share the work on whole models
     shares_model: bool = False  # several GPUs share a model that is too large for one
     online: bool = False  # it may reach the network
 
+    def at_the_end(self, settings: Settings) -> bool:
+        """Return whether the kind measures the last model of a run alone."""
+        return self.models == "last" and not self.along(settings)
+
     def measures(self, settings: Settings, model: MeasuredModel, last: MeasuredModel) -> bool:
         """Return whether the kind measures a model of a run that ends with `last`."""
-        if self.models == "last":
+        if self.at_the_end(settings):
             return model == last
         return self.models == "all" or model.average is None or self.averages(settings)
 

@@ -3,14 +3,15 @@
 At the last one of each run also by further methods, and block by block.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
 from ckpt_tools.hf.measured import Quantization
-from quant_eval.settings import LossSettings, RunSettings
+from quant_eval.settings import LossSettings, RunSettings, check_calibration
 from quant_eval.specs import parse_spec
 from study.measurements.kind import (
     NATS,
@@ -38,15 +39,23 @@ AGREEMENT = Column(
     SHARE,
     "higher",
 )
+PERPLEXITY = Column("quant/{spec}/perplexity", "perplexity", better="lower")
+QUANTIZED_PERPLEXITY = Column(
+    "quant/{spec}/perplexity_quantized", "quantized perplexity", better="lower"
+)
+# Each is exp of a loss, and so are the ends of its interval.
+PERPLEXITIES = {PERPLEXITY: CROSS_ENTROPY, QUANTIZED_PERPLEXITY: QUANTIZED_LOSS}
 TOKENS = Column("quant/{spec}/tokens", "predicted tokens", "tokens", type="count")
 DOCUMENTS = Column("quant/{spec}/documents", "documents", type="count")
 FIGURES = (
     *(CROSS_ENTROPY, QUANTIZED_LOSS, LOSS_INCREASE),
     *(RELATIVE_ERROR, DIVERGENCE, AGREEMENT),
 )
-COLUMNS = (*FIGURES, TOKENS, DOCUMENTS)
+COLUMNS = (*FIGURES, *PERPLEXITIES, TOKENS, DOCUMENTS)
 # The measures of what quantization costs, the one of less noise first.
 ERRORS = (DIVERGENCE, RELATIVE_ERROR)
+# What a study may show first, by the name in its settings.
+MEASURES = {each.figure: each for each in (*ERRORS, LOSS_INCREASE)}
 
 
 class QuantizationSettings(LossSettings):
@@ -58,6 +67,13 @@ class QuantizationSettings(LossSettings):
     )
     methods: tuple[str, ...] = Field(
         default=(), description="further specs, for the last checkpoint of each run only"
+    )
+    measure: Literal["kl_divergence", "relative_error", "absolute_error"] = Field(
+        default="kl_divergence",
+        description=(
+            "error that figures, tables and sentences show first; arXiv:2510.06213 has"
+            " relative_error, its workshop version absolute_error; claims are judged by their own"
+        ),
     )
     by_block: tuple[str, ...] = Field(
         default=(),
@@ -90,10 +106,17 @@ class QuantizationSettings(LossSettings):
         """Those of them that are compared with the first."""
         return (*self.along, *self.methods)
 
+    @property
+    def measures(self) -> tuple[Column, ...]:
+        """The errors that figures and tables show, the chosen one first."""
+        return tuple(dict.fromkeys((MEASURES[self.measure], *ERRORS)))
+
     @model_validator(mode="after")
     def _canonical(self) -> Self:
         check_specs(self.at_the_end)
         check_specs(self.by_block)
+        specs = map(parse_spec, (*self.at_the_end, *self.by_block))
+        check_calibration([spec for spec in specs if spec.needs_calibration], self)
         for spec in self.by_block:
             if parse_spec(spec).casts:
                 raise ValueError(
@@ -207,10 +230,20 @@ def _of_figure(figure: Column, spec: str) -> list[Reading]:
     return [*bounded(figure, name), *errors]
 
 
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:  # of a model that is beyond all use
+        return math.inf
+
+
 def _tabled(specs: tuple[str, ...]) -> list[TabledResult]:
     results = []
     for spec in specs:
         readings = [reading for figure in FIGURES for reading in _of_figure(figure, spec)]
+        for perplexity, loss in PERPLEXITIES.items():
+            ends = bounded(loss, perplexity.of(spec))
+            readings += [end._replace(unit=perplexity.unit, function=_exp) for end in ends]
         readings += [alone(count, count.of(spec), count.figure) for count in (TOKENS, DOCUMENTS)]
         results.append(TabledResult("quant", spec, Quantization, readings))
     return results

@@ -12,6 +12,7 @@ from base.reading import as_model
 from base.settings import change, check_path, name_part, path_of
 from study.definition import Study, load_study
 from study.recipes.parts import places_of_runs
+from study.recipes.presets import PRESET, is_preset, with_presets
 from study.text.own import TextOptions, TextSource, source_of, text_of
 from study.text_kinds import OwnText, PreparedText
 from train.run.config import RunConfig, with_settings
@@ -23,15 +24,20 @@ OF_RECIPE, OF_RUNS = {"name", "settings", "runs", "text"}, {"name", "factors", "
 def with_study_settings(study: Study, settings: tuple[str, ...]) -> Study:
     """Return the study with PATH=VALUE settings; its name says them.
 
-    A path is of run.json, then every run that has the field is changed, or else of the study. What
-    a run is trained with keeps the last word of its path in the name, as in run.json.
+    `settings=NAME` is a preset (`study.recipes.presets`), which comes before all others. Any other
+    path is of run.json, then every run that has the field is changed, or else of the study. What a
+    run is trained with keeps the last word of its path in the name, as in run.json.
     """
+    study = with_presets(study, settings)
     of_run = {run.name: _paths(run, OF_RUNS) for run in study.trained}
     paths = list(dict.fromkeys(chain(*of_run.values(), _paths(study, OF_RECIPE))))
     content, name = study.model_dump(mode="json"), study.name
     for setting in settings:
-        check_path(setting, paths)
         path, _, value = setting.partition("=")
+        if is_preset(setting):
+            name += name_part(path, value)
+            continue
+        check_path(setting, (PRESET, *paths))
         # Settings of runs are applied to the runs below, all others to the study here.
         if path.partition(".")[0] in RunConfig.model_fields:
             name += name_part(path.rpartition(".")[2], value)

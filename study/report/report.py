@@ -12,7 +12,7 @@ from study.content import loaded
 from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.figure import draw_all
-from study.measurements.quantization import DOCUMENTS
+from study.measurements.quantization import DOCUMENTS, is_calibrated
 from study.paths import REPORT
 from study.report.cells import Table, write_tables
 from study.report.page import write_page
@@ -31,6 +31,11 @@ from study.results.paired import Paired
 from study.results.summary import enumeration, summarize
 from study.results.table import Row, read_table
 from study.tracking.store import server_command
+
+ONE_DRAW = (
+    " Every model is calibrated on one draw of the text: no interval or p-value here holds the"
+    " differences between draws."
+)
 
 
 def write_report(directory: Path, study: Study) -> Path:
@@ -58,7 +63,7 @@ def write_report(directory: Path, study: Study) -> Path:
         note=NOTE,
         empty=empty,
         tables=tables,
-        intervals=_intervals(study, rows),
+        intervals=intervals_note(study, rows),
         settings=settings_of(directory, study),
         commands=commands(directory, study),
         server=server_command(directory.parent),
@@ -105,13 +110,18 @@ def _diverged(directory: Path, study: Study) -> list[str]:
     return [f"{words}." for words in diverged_runs(directory, study).values()]
 
 
-def _intervals(study: Study, rows: Sequence[Row]) -> str:
-    column = DOCUMENTS.of(study.quantization.specs[0])
+def intervals_note(study: Study, rows: Sequence[Row]) -> str:
+    """Return what the intervals of a report are over, and what they leave out."""
+    settings = study.quantization
+    column = DOCUMENTS.of(settings.specs[0])
     counts = sorted({row[column] for row in rows} - {None})
-    documents = " or ".join(map(str, counts)) or "0"
+    units = "blocks" if settings.documents == "concatenated" else "documents"
+    evaluated = f"{' or '.join(map(str, counts)) or '0'} {units}"
+    one_draw = settings.calibration_seeds == 1 and is_calibrated(settings.everywhere)
     return (
         f"Intervals of losses, errors and divergences: {INTERVAL_LEVEL:.0%}, each model for itself"
-        f" ({METHOD}; the evaluation text has {documents} documents). The verdicts estimate"
+        f" ({METHOD}; the evaluation text has {evaluated}).{ONE_DRAW if one_draw else ''}"
+        " The verdicts estimate"
         " differences over the same documents, calibration draws and seeds, with the variance of"
         " each source (Student's t with Satterthwaite's degrees of freedom), so a difference can be"
         " significant although the intervals overlap."

@@ -61,7 +61,8 @@ def _table(study: Study, axis: Axis, effects: Sequence[Effect]) -> Table:
     titles = [FINAL_LOSS if figure == CROSS_ENTROPY else figure.title for figure in figures]
     names = [f"{title}, {figure.shown_unit}" for title, figure in zip(titles, figures, strict=True)]
     head = [axis.title, *names, "pairs of runs"]
-    groups = [("", 2), *((spec_title(spec), 2) for spec in study.quantization.specs), ("", 1)]
+    specs, errors = study.quantization.specs, len(study.quantization.measures)
+    groups = [("", 2), *((spec_title(spec), errors) for spec in specs), ("", 1)]
     return Table(
         f"Effect of {axis.name} at the end", _note(study, axis, effects), head, body, groups
     )
@@ -131,24 +132,39 @@ def end_table(study: Study, summaries: Sequence[RunSummary], paired: Paired) -> 
     controls = [[end.control for end in of_group] for of_group in groups.values()]
     measured = [ends, controls] if study.controls else [ends]
 
-    specs = study.quantization.specs
+    specs, (first, *others) = study.quantization.specs, study.quantization.measures
     columns = [[cell(_mean(rows, specs[0], CROSS_ENTROPY, paired), 3) for rows in ends]]
     for spec in specs:
-        divergences = [
-            [_mean(rows, spec, DIVERGENCE, paired) for rows in side] for side in measured
-        ]
-        digits = digits_of_smallest(chain(*divergences))
-        columns += [[cell(value, digits) for value in values] for values in divergences]
-        shares = [_mean(rows, spec, RELATIVE_ERROR, paired) for rows in ends]
-        digits = percent_digits(shares)
-        columns.append([cell(value, digits, 100, PERCENT) for value in shares])
+        # The first error is compared with the control's, the others are of the ends alone.
+        for error, sides in ((first, measured), *((other, [ends]) for other in others)):
+            values = [[_mean(rows, spec, error, paired) for rows in side] for side in sides]
+            columns += _cells(error, values)
 
     body = [[Cell(group), *cells] for group, *cells in zip(groups, *columns, strict=True)]
-    names = [f"{DIVERGENCE.title}, {NATS}", "the same, not annealed"][: len(measured)]
-    names.append(RELATIVE_ERROR.title)
+    names = [_named(first), "the same, not annealed"][: len(measured)]
+    names += [_named(other) for other in others]
     head = [study.heading, f"{FINAL_LOSS}, {NATS}", *names * len(specs)]
     heads = [("", 2), *((spec_title(spec), len(names)) for spec in specs)]
     return Table("End of training", _means_note(groups.values()), head, body, heads)
+
+
+def _named(figure: Column) -> str:
+    """Return the title of a figure, with its unit where cells leave it out."""
+    return figure.title if figure.is_share else f"{figure.title}, {figure.unit}"
+
+
+def _cells(figure: Column, columns: Sequence[Sequence[Bounded | None]]) -> Iterator[list[Cell]]:
+    """Yield the cells of columns of one figure, all with as many digits."""
+    layout = _layout(figure, [*chain(*columns)])
+    for values in columns:
+        yield [cell(value, *layout) for value in values]
+
+
+def _layout(figure: Column, values: Sequence[Bounded | None]) -> tuple[int, float, str]:
+    """Return digits, factor and unit of the cells of a figure."""
+    if figure.is_share:
+        return percent_digits(values), 100, PERCENT
+    return digits_of_smallest(values), 1, ""
 
 
 def _means_note(groups: Iterable[Sequence[RunSummary]]) -> str:
@@ -179,7 +195,7 @@ def _detailed(study: Study, summaries: Sequence[RunSummary]) -> list[RunSummary]
 
 
 def heat_tables(study: Study, summaries: Sequence[RunSummary], paired: Paired) -> list[Table]:
-    """Return for each spec the divergence by the first axis and the others; none for one axis.
+    """Return for each spec the error by the first axis and the others; none for one axis.
 
     Of several seeds it is the mean.
     """
@@ -194,13 +210,13 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary], paired: Paired) -
     heads, columns = (list(dict.fromkeys(values[axis] for values in ends)) for axis in (0, 1))
     groups = [("", 1), (" and ".join(axis.name for axis in others), len(columns))]
 
-    tables = []
+    tables, error = [], study.quantization.measures[0]
     for spec in study.quantization.specs:
         means = {
-            values_of_end: _mean([end.last for end in of_seeds], spec, DIVERGENCE, paired)
+            values_of_end: _mean([end.last for end in of_seeds], spec, error, paired)
             for values_of_end, of_seeds in ends.items()
         }
-        digits = digits_of_smallest(means.values())
+        layout = _layout(error, [*means.values()])
         largest = max((each.value for each in means.values() if each), default=1.0)
         body = []
         for head in heads:
@@ -210,13 +226,17 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary], paired: Paired) -
                 # Opacity grows with the value, so that the largest one is the darkest.
                 shade = DARKEST * value.value / largest if value and largest > 0 else 0.0
                 # No such run is an empty cell, a run that is not measured yet says so.
-                shown = cell(value, digits) if values_of_end in ends else Cell("")
+                shown = cell(value, *layout) if values_of_end in ends else Cell("")
                 line.append(shown._replace(shade=round(max(shade, 0.0), 3)))
             body.append(line)
-        title = f"KL divergence at the end of training: {spec_title(spec)}"
-        note = f"Nats per token. {_means_note(ends.values())}".rstrip()
+        title = f"{_capital(error.title)} at the end of training: {spec_title(spec)}"
+        note = f"{_capital(error.shown_unit)}. {_means_note(ends.values())}".rstrip()
         tables.append(Table(title, note, [first.name, *columns], body, groups))
     return tables
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def shown_methods(study: Study) -> list[str]:
@@ -225,16 +245,16 @@ def shown_methods(study: Study) -> list[str]:
 
 
 def method_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
-    """Return a row per method: the divergence of every run's last checkpoint."""
+    """Return a row per method: the error of every run's last checkpoint."""
     if not study.quantization.further:
         return None
-    body = []
+    body, error = [], study.quantization.measures[0]
     detailed = _detailed(study, summaries)
     for spec in shown_methods(study):
-        values = [bounded(end.last, DIVERGENCE.of(spec)) for end in detailed]
-        digits = digits_of_smallest(values)
-        body.append([Cell(spec_title(spec)), *(cell(value, digits) for value in values)])
-    note = f"KL divergence in {NATS}, by {study.heading}."
+        values = [bounded(end.last, error.of(spec)) for end in detailed]
+        (cells,) = _cells(error, [values])
+        body.append([Cell(spec_title(spec)), *cells])
+    note = f"{_capital(error.title)} in {error.shown_unit}, by {study.heading}."
     note += OF_FIRST_SEED if len(detailed) < len(summaries) else ""
     head = ["method", *(end.label for end in detailed)]
     return Table("Methods at the end of training", note, head, body)

@@ -12,7 +12,7 @@ from quant_eval.estimate import Estimate
 from study.axes import Axis, Value
 from study.definition import Study
 from study.measurements.kind import Column
-from study.measurements.quantization import CROSS_ENTROPY, ERRORS
+from study.measurements.quantization import CROSS_ENTROPY
 from study.results.paired import Paired, Weighted
 from study.results.summary import Rows, RunSummary, summarize
 from study.results.table import Row
@@ -50,7 +50,7 @@ class Effect(NamedTuple):
 def measures(study: Study) -> list[Measured]:
     """Return what effects are measured by: the final loss, and the errors at every spec."""
     specs = study.quantization.specs
-    errors = [Measured(spec, figure) for spec in specs for figure in ERRORS]
+    errors = [Measured(spec, figure) for spec in specs for figure in study.quantization.measures]
     return [Measured(specs[0], CROSS_ENTROPY), *errors]
 
 

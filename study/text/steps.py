@@ -66,19 +66,28 @@ def check_text(study: Study, directory: Path) -> None:
         )
 
 
-def check_held_out(study: Study, directory: Path) -> None:
-    """Raise UserError where a loss would be over too few documents of a token file that is there.
+def check_documents_of(study: Study, directory: Path) -> None:
+    """Raise UserError where a token file that is there has too few documents to measure with.
 
     One that is yet to be made is checked by the measurements.
     """
+    from quant_eval.draws import check_documents_for
     from quant_eval.measuring.documents import check_documents, draw_documents
     from train.data.corpus import open_corpus
 
+    quantization = study.quantization
+    calibration = _place(directory, record(study, "calibration"))
+    if calibration.is_file() and quantization.calibration_documents == "separate":
+        check_documents_for(
+            open_corpus(calibration.with_suffix("")),
+            quantization.calibration_sequences,
+            draws=quantization.seed + quantization.calibration_seeds,
+        )
     manifest = _place(directory, record(study, "held_out"))
     # Not made yet: the measurements check it themselves.
     if not manifest.is_file():
         return
-    quantization, corpus = study.quantization, open_corpus(manifest.with_suffix(""))
+    corpus = open_corpus(manifest.with_suffix(""))
     by_block = [quantization.block_tokens] if quantization.by_block else []
     for tokens in (quantization.eval_tokens, *by_block):
         check_documents(corpus, len(draw_documents(corpus, tokens, seed=0)))

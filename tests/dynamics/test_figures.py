@@ -19,8 +19,8 @@ from dynamics.figures.curvature import curvature
 from dynamics.figures.ends import ends
 from dynamics.figures.losses import full_against_quantized
 from dynamics.figures.quantization import (
+    AXES,
     DIVERGENCE_AXIS,
-    MEASURES,
     kl_divergence,
     methods,
     tasks,
@@ -30,6 +30,7 @@ from study.figures.canvas import Canvas
 from study.figures.charts import HIDDEN, Quantity, columns_of
 from study.figures.figure import draw_all, figures_of, pictures_of
 from study.figures.looks import runs_of
+from study.measurements.quantization import ERRORS
 from study.measurements.tasks import TasksSettings
 from study.measurements.titles import spec_title
 from study.paths import slice_result
@@ -181,11 +182,11 @@ def test_the_ends_are_at_what_is_varied_with_a_line_per_group(tmp_path, study, m
     last = {row["run"]: row for row in rows if row["average"] is None}  # rows rise by step
     per = 1e6 if varied.unit == "tokens" else 1
     names = {look.label: run for run, look in runs_of(changed).looks.items()}
-    columns = [(each, each.of(f"gptq-b{bits}-g32")) for each in MEASURES for bits in (3, 4)]
+    columns = [(each, each.of(f"gptq-b{bits}-g32")) for each in ERRORS for bits in (3, 4)]
     panels = chart_of(drawing)["concat"]
     assert len(panels) == len(columns)
     for panel, (measure, column) in zip(panels, columns, strict=True):
-        y = MEASURES[measure].label
+        y = AXES[measure].label
         encodings = [layer["encoding"] for layer in layers_of(panel) if "encoding" in layer]
         (x,) = {layer["x"]["field"] for layer in encodings if "x" in layer}
         shown = {names[row["run"]]: (row[x] * per, row[y]) for row in data_of(panel)}
@@ -327,12 +328,12 @@ def test_the_figure_holds_every_method_of_every_run(study_dir, study):
     left, right = chart_of(drawing)["concat"]
     names = {look.label: run for run, look in runs_of(study).looks.items()}
     last = {row["run"]: row for row in rows if row["step"] == 640 and row["average"] is None}
-    for panel, (measure, quantity) in zip((left, right), MEASURES.items(), strict=True):
+    for panel, measure in zip((left, right), ERRORS, strict=True):
         shown = data_of(panel)
         assert len(shown) == 10 * 4 - 1
         for row in shown:
             column = measure.of(specs[row["method"]])
-            values = [row[quantity.label + end] for end in ("", ", low", ", high")]
+            values = [row[AXES[measure].label + end] for end in ("", ", low", ", high")]
             known = last[names[row["run"]]]
             assert values == [known[column + end] for end in ("", "_low", "_high")]
 

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Olmo2Config
+from transformers import AutoTokenizer, Olmo2Config
 
 from base.errors import UserError
 from quant_eval.measuring.losses import EvaluationSet, evaluation_set
 from quant_eval.measuring.texts import calibration_draw, check_apart, open_text
 from quant_eval.settings import CalibrationSettings
+from quant_eval.specs import parse_spec
 from tests.quant_eval.models import token_file
 from train.data.corpus import open_corpus
 
@@ -46,6 +47,47 @@ def test_draws_hold_sequences_of_the_file_none_twice(train_prefix):
 def test_draws_differ_and_the_second_is_the_first_of_the_next_seed(train_prefix):
     assert not torch.equal(draw(train_prefix), draw(train_prefix, number=1))
     assert torch.equal(draw(train_prefix, number=1), draw(train_prefix, seed=1))
+
+
+@pytest.mark.parametrize("bos", [(), (7,)])
+def test_documents_are_those_of_the_file_in_its_order(tmp_path, tokenizer_dir, bos):
+    """The authors' code takes the first texts of the file, one by one; up to 10 tokens are left
+    out, and none is longer than the model's context.
+    """
+    texts = [random_text(seed, length) for seed, length in enumerate((40, 4, 200, 25, 60, 31))]
+    prefix = token_file(tmp_path / "documents", texts, tokenizer_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    ids = [[*bos, *tokenizer(text, add_special_tokens=False)["input_ids"]][:64] for text in texts]
+    lengths = [len(each) for each in ids]
+    assert lengths[1] <= 10 < min(lengths[0], *lengths[2:])
+    assert lengths[2] == 64
+
+    def drawn(seed: int, number: int, **changes: Any) -> list[list[int]]:
+        draw = separate(prefix, sequences=3, seed=seed, number=number, bos=bos, **changes)
+        return [ids_L.tolist() for ids_L in draw]
+
+    assert drawn(0, 0) == [ids[0], ids[2]]
+    # The next draw has the next documents, whichever of the two says so.
+    assert drawn(0, 1) == drawn(1, 0) == ids[3:]
+    assert drawn(0, 0, length=20) == [ids[0][:20], ids[2][:20]]
+    with pytest.raises(UserError, match="holds 6 documents, fewer than 3 x 3 for calibration"):
+        drawn(2, 0)
+
+
+def separate(prefix, sequences, seed=0, number=0, length=None, bos=()):
+    settings = settings_of(prefix, sequences, seed, length).model_copy(
+        update={"calibration_documents": "separate"}
+    )
+    model: Any = SimpleNamespace(config=CONFIG, empty_linears=lambda: {"q": torch.nn.Linear(1, 1)})
+    return calibration_draw(open_corpus(prefix), settings, model, number, bos)
+
+
+@pytest.mark.parametrize("spec", ["autoround-b4-g32", "w4a4-g32-spinquant-blockwise"])
+def test_what_is_learned_on_sequences_of_one_length_takes_no_documents(tmp_path, spec):
+    settings = settings_of(tmp_path).model_copy(update={"calibration_documents": "separate"})
+    with pytest.raises(UserError, match="learned on sequences of one length"):
+        settings.of_specs([parse_spec(spec)])
+    settings.of_specs([parse_spec("gptq-b4-g32")])
 
 
 def test_padding_is_refused(tmp_path, tokenizer_dir):

@@ -61,6 +61,20 @@ def test_averages_of_released_revisions_run_after_their_downloads(tmp_path, limi
     assert {"download", "average", "quantize-soups-1"} <= arrays.keys()
 
 
+@pytest.mark.parametrize("limits", [USUAL, SMALL], ids=["usual", "small"])
+def test_tasks_along_training_run_once_where_the_models_are(limits):
+    """The paper's settings: tasks of every checkpoint beside its quantization, none at the end."""
+    study = resolve("pythia-160m-budgets", "full", ("settings=paper",))
+    arrays = [
+        array for name, array in check_order(study, limits).items() if name.startswith("tasks")
+    ]
+    of_tasks = [step.name for step in steps_of(study) if step.kind == "tasks"]
+    listed = [name for array in arrays for element in array.elements for name in element]
+    assert sorted(listed) == sorted(of_tasks)
+    # Two specs in one job, or one each.
+    assert len({array.name.split(".")[0] for array in arrays}) == (1 if limits == USUAL else 2)
+
+
 def check_order(study: Study, limits: JobLimits) -> dict[str, JobArray]:
     """Every step is in one element that is not empty, after all that it comes after."""
     steps = {step.name: step for step in steps_of(study)}

@@ -105,7 +105,9 @@ CHANGES: dict[str, BaseModel] = {
     "curvature": CurvatureSettings(pairs=6, dtype="bf16", vectors="host", tolerance=0.125, seed=3),
     "step": PredictionSettings(microbatches=7, checkpointing=True, sequence_length=17),
     "slice": PlaneSettings(grid=9, sequences=5, batch_size=2, extent=0.5),
-    "tasks": TasksSettings(specs=("rtn-b3-g32",), tasks="piqa,sciq", limit=9, dtype="bf16"),
+    "tasks": TasksSettings(
+        specs=("rtn-b3-g32",), tasks="piqa,sciq", limit=9, dtype="bf16", task_files=Path("/tasks")
+    ),
 }
 
 
@@ -131,7 +133,7 @@ def test_the_command_line_says_what_the_study_does(changed, kind, app):
     settings = getattr(changed, "quantization" if kind in ("quantize", "methods") else kind)
     options = {name: value for name, value in settings if name in params}
     assert {name: params[name] for name in options} == options
-    only_study = {"specs", "along", "methods", "by_block", "block_tokens", "averages"}
+    only_study = {"specs", "along", "methods", "by_block", "block_tokens", "averages", "measure"}
     assert set(dict(settings)) - set(options) <= only_study | {"dtype"}  # fp32 alone, of a step
 
 

@@ -19,7 +19,7 @@ from tests.study import mine
 from tests.study.commands import printed
 
 
-@figure("steps", "Steps of the checkpoints.", headline=True)
+@figure("steps", "Steps of the checkpoints.", headline=lambda study: bool(study.runs))
 def steps(canvas: Canvas) -> Drawn | None:
     """Draw each checkpoint's step twice."""
     x = Quantity("step")

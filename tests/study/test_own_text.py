@@ -23,7 +23,7 @@ from study.recipes.resolve import recipe_names, resolve, whole_recipes
 from study.step import Machine
 from study.step import resolve as resolved
 from study.text.own import TextOptions, source_of
-from study.text.steps import check_held_out, check_text, prefix, record, text_steps
+from study.text.steps import check_documents_of, check_text, prefix, record, text_steps
 from study.text.survey import needs_of
 from study.text_kinds import OwnText, PackageSources, PreparedText, TokenFile
 from tests.study.commands import printed, refused
@@ -350,8 +350,8 @@ def test_few_held_out_documents_are_refused_before_anything_is_trained(tmp_path,
         changed = study.model_copy(update={"text": files, "quantization": quantization})
         few = pytest.raises(UserError, match=r"17 evaluated documents .* raise --eval-tokens")
         with few if tokens != block_tokens else nullcontext():
-            check_held_out(changed, tmp_path / "study")
-    check_held_out(study, tmp_path / "study")  # its text is yet to be made
+            check_documents_of(changed, tmp_path / "study")
+    check_documents_of(study, tmp_path / "study")  # its text is yet to be made
 
 
 def test_a_token_file_of_nobodys_is_asked_for_with_a_command_that_makes_it(tmp_path):

@@ -1,5 +1,7 @@
 """The steps of a study: a graph of commands, each with what it reads and the files it leaves."""
 
+import json
+import math
 from itertools import chain, pairwise, product
 
 import pytest
@@ -250,6 +252,46 @@ def test_tasks_are_measured_at_the_end_and_read_into_the_table(study_dir, study)
     column = "tasks/gptq-b3-g32"
     assert (row[f"{column}/degradation_low"], row[f"{column}/accuracy_low"]) == (0.1, None)
     assert (row[f"{column}/piqa/accuracy_quantized"], row[f"{column}/sciq/accuracy"]) == (0.4, None)
+
+
+def test_tasks_along_training_are_of_every_checkpoint_and_of_controls_too():
+    study = resolve_recipe("tiny", "smoke")
+    tasks = TasksSettings(specs=("gptq-b3-g32", "rtn-b3-g32"), tasks="piqa", along=True)
+    changed = study.model_copy(update={"tasks": tasks})
+    steps = [step for step in steps_of(changed) if step.kind == "tasks"]
+    planned = {
+        f"tasks-{run.name}-step{step:08}-{spec}"
+        for run in study.trained
+        for step in run.save_steps
+        for spec in tasks.specs
+    }
+    assert {step.name for step in steps} == planned
+    assert len(steps) == len(planned) == 2 * 6
+    # The averages and soups of the study are not asked.
+    assert any(model.average for run in study.trained for model in study.models_of(run))
+    # One process may ask several checkpoints: the command is the same but for model and spec.
+    assert len({step.process for step in steps if step.run == "lr3e-3"}) == 1
+    assert all("step00000048" not in step.name for step in steps if "control" in step.run)
+
+
+def test_perplexity_is_the_exponential_of_the_mean_loss_with_the_ends_of_its_interval(
+    study_dir, study
+):
+    """The mean is taken over the documents that the result file has."""
+    path = study_dir / "lr1e-3/hf/step00000640/quant/gptq-b3-g32/result.json"
+    measured = json.loads(path.read_text())["measured"]
+    documents = measured["per_document"]
+    row = row_at(collect_rows(study_dir, study).rows, "lr1e-3", 640)
+    for name, sums, loss in (
+        ("perplexity", "nll", "cross_entropy"),
+        ("perplexity_quantized", "nll_quantized", "cross_entropy_quantized"),
+    ):
+        column = f"quant/gptq-b3-g32/{name}"
+        mean = sum(documents[sums]) / sum(documents["tokens"])
+        assert row[column] == pytest.approx(math.e**mean, rel=1e-9)
+        ends = [math.e**end for end in measured["intervals"][loss]]
+        assert [row[f"{column}_low"], row[f"{column}_high"]] == pytest.approx(ends, rel=1e-9)
+        assert row[f"{column}_low"] < row[column] < row[f"{column}_high"]
 
 
 def test_methods_without_calibration_wait_for_no_calibration_text():

@@ -114,6 +114,19 @@ def test_of_the_hub_a_line_per_stage_and_ingredient(capsys):
 
 
 @pytest.mark.usefixtures("hub")
+def test_measured_as_the_paper_did_with_tasks_at_every_revision():
+    settings = (f"source={REPO}", "settings=paper", "quantization.dtype=fp32")
+    study = resolve("trajectory", "full", settings)
+    assert study.name == "trajectory-OLMo-2-1124-7B-settings=paper-quantization.dtype=fp32"
+    assert study.quantization.measure == "relative_error"
+    assert study.quantization.dtype == "fp32"
+    planned = [step for step in steps_of(study) if step.kind == "tasks"]
+    assert len(planned) == 2 * sum(len(run.revisions) for run in lines(study))
+    with pytest.raises(UserError, match="no such preset; did you mean paper"):
+        trajectory("full", source=REPO, settings="papers")
+
+
+@pytest.mark.usefixtures("hub")
 def test_stages_follow_each_other_and_soups_follow_none():
     """Tokens as Ai2 counts them: 3.9T of stage 1, then 50B of every ingredient."""
     runs = {run.name: run for run in lines(trajectory("full", source=REPO))}

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from quant_eval.draws import Draw, save_draw
 from quant_eval.libraries.job import WEIGHTS, Job, run_job
 from quant_eval.specs import parse_spec
 from tests.quant_eval.models import open_model
@@ -22,11 +23,11 @@ def random_ids(sequences: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(1, 320, (sequences, length), generator=generator)
 
 
-def make_job(hf_dir: Path, spec: str, out: Path, ids_NL: Tensor, **changes: Any) -> Job:
+def make_job(hf_dir: Path, spec: str, out: Path, ids_NL: Draw, **changes: Any) -> Job:
     """A job in fp32 on one thread of the CPU, in batches of 8, with its text beside `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     calibration = out.with_name(f"{out.name}.safetensors")
-    save_file({"input_ids": ids_NL}, calibration)
+    save_draw(calibration, ids_NL)
     settings: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "batch_size": 8, "threads": 1}
     settings |= changes
     return Job(hf_dir=hf_dir, spec=parse_spec(spec), calibration=calibration, out=out, **settings)
@@ -51,12 +52,13 @@ def linears_by_input(directory: Path) -> Iterator[list[str]]:
 
 
 @torch.no_grad()
-def inputs_of(model: Any, linear: str, ids_NL: Tensor) -> Tensor:
-    """Input of a linear, float64 [T, I]."""
+def inputs_of(model: Any, linear: str, draw: Draw) -> Tensor:
+    """Input of a linear, float64 [T, I], one sequence after the other."""
     seen: list[Tensor] = []
     handle = model.get_submodule(linear).register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0])
     )
-    model(ids_NL)
+    for ids_L in draw:
+        model(ids_L[None])
     handle.remove()
-    return seen[0].flatten(0, 1).double()
+    return torch.cat(seen, dim=1)[0].double()

@@ -16,15 +16,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from base.errors import UserError
+from base.ranks import ALONE
 from ckpt_tools.hf.model import load_hf_model
+from quant_eval.draws import load_draw, save_draw
 from quant_eval.libraries.job import REPORT, WEIGHTS, Job, run_job
 from quant_eval.libraries.run_gptqmodel import Watch, quantize
+from quant_eval.measuring.walk import Variant
+from quant_eval.measuring.walk import walk as quantize_blocks
+from quant_eval.model.streamed import Block
 from quant_eval.quantizer import QuantSpec
 from quant_eval.quantizers.libraries import GPTAQ, GPTQModel
+from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
 from tests.quant_eval.libraries.jobs import (
@@ -35,7 +40,7 @@ from tests.quant_eval.libraries.jobs import (
     share_equal,
     weights_of,
 )
-from tests.quant_eval.models import ARCHITECTURES, make_model
+from tests.quant_eval.models import ARCHITECTURES, make_model, open_model
 
 GROUP = 128
 REFUSED = ("olmo", "opensci")  # which it does not know, or not right
@@ -81,9 +86,9 @@ def walk(job: Job, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Te
     The inputs are those after all linears before it as `weights` has them.
     """
     full = load_hf_model(job.hf_dir, torch.float32)
-    model, ids_NL = copy.deepcopy(full), load_file(job.calibration)["input_ids"]
+    model, draw = copy.deepcopy(full), load_draw(job.calibration)
     for linears in linears_by_input(job.hf_dir):
-        full_TI, inputs_TI = (inputs_of(network, linears[0], ids_NL) for network in (full, model))
+        full_TI, inputs_TI = (inputs_of(network, linears[0], draw) for network in (full, model))
         for linear in linears:
             parameter = model.get_parameter(f"{linear}.weight")
             yield linear, parameter.detach().double(), inputs_TI, full_TI
@@ -140,6 +145,27 @@ def test_every_linear_is_gptq_on_the_inputs_it_gets(gptq_done):
     check_gptq(*gptq_done)
 
 
+def test_documents_of_all_lengths_are_calibrated_on_as_they_are(job, tmp_path):
+    """By gptqmodel and by our own method: each document alone, every token and no padding."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [11, 64, 64, 30, 57, 12, 41, 64, 23, 35, 64, 64, 48, 19, 64, 26]
+    documents = [torch.randint(1, 320, (length,), generator=generator) for length in lengths]
+    on_documents = make_job(job.hf_dir, job.spec.name, tmp_path / "out", documents)
+    weights = weights_of(on_documents)
+    check_gptq(on_documents, weights)
+    ours = dict[str, Tensor]()
+
+    def finished(index: int, block: Block) -> None:
+        named = block.module.named_parameters(prefix=f"model.layers.{index}")
+        ours.update({name: value.detach().clone() for name, value in named})
+
+    spec = parse_spec(job.spec.name.replace("gptqmodel", "gptq"))
+    variant = Variant(spec, documents, finished=finished)
+    quantize_blocks(open_model(job.hf_dir), [variant], None, ComputeSettings(batch_size=4), ALONE)
+    for name, weight_OI in weights.items():
+        assert share_equal(weight_OI, ours[name]) > 0.99, name
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
 def test_every_linear_of_every_architecture_is_gptq_on_the_inputs_it_gets(tmp_path, name):
@@ -187,7 +213,7 @@ def test_the_report_names_every_setting(gptq_done, gptaq_done):
         config = settings["quantize_config"]
         assert config.keys() == fields - WITHOUT_PART
         assert (config["bits"], config["damp_percent"]) == (job.spec.bits, job.spec.damping)
-        assert settings["calibration"] == [20, 64]
+        assert settings["calibration"] == {"sequences": 20, "tokens": 20 * 64}
         assert sorted(path.name for path in job.out.iterdir()) == ["job.json", REPORT, WEIGHTS]
 
 
@@ -195,7 +221,7 @@ def test_a_repaired_hessian_is_refused(job, tmp_path):
     """Every input of q_proj is the same vector: its Hessian has rank 1, and 1e-6 of damping is
     lost in fp32.
     """
-    save_file({"input_ids": torch.full((8, 64), 5)}, tmp_path / "ids.safetensors")
+    save_draw(tmp_path / "ids.safetensors", torch.full((8, 64), 5))
     spec = parse_spec(f"gptqmodel-b4-g{GROUP}-damp0.000001")
     changes = {"spec": spec, "calibration": tmp_path / "ids.safetensors", "out": tmp_path / "out"}
     line = (
@@ -257,7 +283,7 @@ def test_anything_but_gptq_on_all_tokens_is_refused(changes, line):
 def test_what_gptqmodel_cannot_do_as_told_is_refused_before_it_is_imported(job, tmp_path):
     olmo = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}
     (tmp_path / "config.json").write_text(json.dumps(olmo))
-    save_file({"input_ids": torch.zeros(8, 10, dtype=torch.int64)}, tmp_path / "short.safetensors")
+    save_draw(tmp_path / "short.safetensors", torch.zeros(8, 10, dtype=torch.int64))
     refused: dict[str, dict[str, object]] = {
         "holds a OlmoForCausalLM; give one of Olmo2ForCausalLM": {"hf_dir": tmp_path},
         "damp above 0": {"spec": job.spec.model_copy(update={"damping": 0.0})},

@@ -56,6 +56,27 @@ def test_the_bootstrap_is_that_of_items_drawn_one_by_one():
         assert quick.std() == pytest.approx(slow.std(), rel=0.03)
 
 
+def test_degradation_is_the_share_of_what_is_left_to_lose():
+    """Counted by hand, as arXiv 2510.06213 has it: (Acc(W) - Acc(W_q)) / (1 - Acc(W)).
+
+    Of 120 items one model answers 90 and the other 70: 20 more errors for 30.
+    """
+    full, quantized = [1] * 90 + [0] * 30, [1] * 60 + [0] * 50 + [1] * 10
+    of_task = compared(full, quantized)["tasks"]["piqa"]
+    assert of_task["degradation"] == pytest.approx(2 / 3)
+    # Over two tasks it is that of the mean accuracies: 9/12 and 3/12, then 7/12 and 3/12.
+    other = [1] * 30 + [0] * 90
+    both = compare(
+        {"piqa": answers(full), "sciq": answers(other)},
+        {"piqa": answers(quantized), "sciq": answers(other)},
+        [task("piqa"), task("sciq")],
+        3,
+    )
+    assert both["mean"]["degradation"] == pytest.approx((12 / 24 - 10 / 24) / (12 / 24))
+    low, high = of_task["intervals"]["degradation"]
+    assert low < 2 / 3 < high
+
+
 def test_resampling_keeps_tasks_apart():
     """Two tasks answered in full by one model, not at all by the other: no sample can differ, so
     no interval opens.
