@@ -15,6 +15,7 @@ CONTENT = Content(
     recipes=_in(
         "recipes",
         "demo:tiny",
+        "tiny_paper:tiny_paper",
         "olmo2:olmo2_7b_lr",
         "olmo2:olmo2_7b_lr_cosine300b",
         "olmo2:olmo2_1b_lr",

@@ -233,15 +233,20 @@ def report(
     directory, study = existing(name, root)
     if claims:
         from study.claims.page import claims_text, judge_all
+        from study.report.parts import parts_of
         from study.report.tables import effect_tables, effects_text
         from study.results.collect import left_out_lines
         from study.results.effects import effects_of
         from study.results.paired import Paired
         from study.results.table import read_table
 
-        rows, paired = read_table(directory, study), Paired(directory)
-        typer.echo("\n".join(effects_text(effect_tables(study, effects_of(study, rows, paired)))))
-        typer.echo(claims_text(study, judge_all(study, rows, paired)))
+        paired = Paired(directory)
+        for experiment, part, rows in parts_of(study, read_table(directory, study)):
+            if experiment:
+                typer.echo(f"== {experiment.title} ==\n")
+            effects = effects_of(part, rows, paired)
+            typer.echo("\n".join(effects_text(effect_tables(part, effects))))
+            typer.echo(claims_text(part, judge_all(part, rows, paired, experiment)))
         for line in left_out_lines(directory, study):
             typer.echo(line)
         return

@@ -14,6 +14,7 @@ from base.reading import as_model, read_sealed
 from curvature.settings import PlaneSettings, PredictionSettings
 from study.axes import AnyRun, Axis, Varied, axes_of, text_of, varied_of
 from study.design import Group, control_among, equal_runs, replicates_of
+from study.experiments import Experiment, problems_of, runs_with_origins
 from study.measurements.curvature import CURVATURE, CurvatureSettings
 from study.measurements.kind import Kind
 from study.measurements.quantization import (
@@ -78,6 +79,9 @@ class Study(Showable):
             " arXiv:2510.06213'"
         ),
     )
+    experiments: tuple[Experiment, ...] = Field(
+        default=(), description="its parts, in the order of the report; empty: the whole is one"
+    )
     quantization: QuantizationSettings
     curvature: CurvatureSettings | None = Field(default=None, description="None: not measured")
     step: PredictionSettings = Field(
@@ -125,6 +129,7 @@ class Study(Showable):
         labels = [self.label_of(run) for run in self.runs]
         if len(set(labels)) != len(labels):
             yield f"two runs share a label among {', '.join(labels)}; correct labels"
+        yield from problems_of(self.experiments, names)
 
         saved = {step for run in self.trained for step in run.save_steps}
         for step in sorted(set(self.averaged_steps) - saved):
@@ -201,6 +206,25 @@ class Study(Showable):
             if parent_path == f"../{parent.name}":
                 return parent
         raise ValueError(f"{run.name} branches from {parent_path}, which is not a run of the study")
+
+    def part(self, experiment: Experiment) -> "Study":
+        """Return the study of an experiment's runs, with its captions.
+
+        It has the axes, labels and controls of these runs.
+        """
+        runs = runs_with_origins(self.runs, experiment.runs)
+        names = {run.name for run in runs}
+        trained = [run for run in runs if isinstance(run, RunConfig)]
+        saved = {step for run in trained if run.averages for step in run.save_steps}
+        changes: dict[str, Any] = {
+            "runs": runs,
+            "experiments": (),
+            "labels": {name: text for name, text in self.labels.items() if name in names},
+            "captions": self.captions | experiment.captions,
+            "averaged_steps": tuple(step for step in self.averaged_steps if step in saved),
+            "soups": tuple(soup for soup in self.soups if any(map(soup.is_of, trained))),
+        }
+        return Study.model_validate(dict(self) | changes)
 
     def models_of(self, run: AnyRun) -> list[MeasuredModel]:
         """Return the measured models of the run by rising step, averages after weights."""

@@ -86,6 +86,11 @@ def _but_seed(run: AnyRun) -> str:
     return json.dumps(content, sort_keys=True)
 
 
+def seeded_name(name: str, seed: int) -> str:
+    """Return the name of a run that is trained with several seeds: 'lr3e-3-seed1'."""
+    return f"{name}-seed{seed}"
+
+
 def with_seeds(runs: Sequence[RunConfig], seeds: Sequence[int]) -> list[RunConfig]:
     """Return every run once per seed, named after it; a branch leaves the parent of its seed."""
     return [changed for seed in seeds for changed in _with_seed(runs, seed)]
@@ -101,7 +106,7 @@ def _with_seed(runs: Sequence[RunConfig], seed: int) -> Iterator[RunConfig]:
             branch = BranchFrom(
                 run=f"../{parent.name}", step=branch.step, fingerprint=fingerprint(parent)
             )
-        changes = {"name": f"{run.name}-seed{seed}", "seed": seed, "branch_from": branch}
+        changes = {"name": seeded_name(run.name, seed), "seed": seed, "branch_from": branch}
         parents[run.name] = RunConfig.model_validate(dict(run) | changes)
         yield parents[run.name]
 

@@ -9,6 +9,7 @@ from base.statistics import INTERVAL_LEVEL, holm
 from study.claims.verdict import ALPHA, Claim, Evidence, Verdict, in_words
 from study.content import contents, loaded
 from study.definition import Study
+from study.experiments import Experiment
 from study.results.paired import Paired
 from study.results.summary import enumeration
 from study.results.table import Row
@@ -58,12 +59,16 @@ class Line(NamedTuple):
         return in_words(self.outcome, holds_seeds=self.details[0].holds_seeds)
 
 
-def judge_all(study_: Study, rows: Sequence[Row], paired: Paired) -> Judgements:
-    """Return every claim with its verdicts, each by its own p-value."""
+def judge_all(
+    study_: Study, rows: Sequence[Row], paired: Paired, experiment: Experiment | None = None
+) -> Judgements:
+    """Return every claim with its verdicts, each by its own p-value; of an experiment its own."""
     evidence = Evidence(study_, rows, paired)
     judged = []
     claims: list[Claim] = loaded("claims")
     for claim in claims:
+        if experiment and not experiment.judges(claim.name):
+            continue
         verdicts = claim.judge(evidence)
         if not verdicts:
             verdicts = [Verdict("not tested", "the study has no such data")]

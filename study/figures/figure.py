@@ -17,6 +17,7 @@ from PIL import Image
 from base.files import replaced_file
 from study.content import loaded
 from study.definition import Study
+from study.experiments import Experiment
 from study.figures.canvas import Canvas
 from study.figures.charts import ENDS, PLACE, Chart, Rows, grid
 
@@ -90,22 +91,31 @@ class DrawnFigure(NamedTuple):
     headline: bool
 
 
-def figures_of(study: Study) -> list[Figure]:
-    """Return the figures that the study can have, in the order of the report."""
+def figures_of(study: Study, experiment: Experiment | None = None) -> list[Figure]:
+    """Return the figures that the study can have, in the order of the report.
+
+    Of an experiment, whose runs the study has, those that it names, in its order.
+    """
     figures: list[Figure] = loaded("figures")
-    return [figure for figure in figures if figure.applies(study)]
+    possible = {figure.name: figure for figure in figures if figure.applies(study)}
+    names = experiment.figures if experiment and experiment.figures else possible
+    return [possible[name] for name in names if name in possible]
 
 
-def draw_all(canvas: Canvas) -> tuple[list[DrawnFigure], list[str]]:
+def draw_all(
+    canvas: Canvas, experiment: Experiment | None = None
+) -> tuple[list[DrawnFigure], list[str]]:
     """Write STUDY/figures/NAME.png, .pdf and .csv of what holds data; the rest is removed.
+
+    Of an experiment, whose runs the canvas has, they are in a folder of its name.
 
     Returns:
         What is drawn, and the names of the figures of which nothing is measured.
     """
     shown, empty = [], []
-    folder = canvas.directory / DIRECTORY
-    folder.mkdir(exist_ok=True)
-    for figure in figures_of(canvas.study):
+    folder = canvas.directory / DIRECTORY / (experiment.name if experiment else "")
+    folder.mkdir(parents=True, exist_ok=True)
+    for figure in figures_of(canvas.study, experiment):
         drawing = figure.draw(canvas)
         if drawing is None:
             empty.append(figure.name)

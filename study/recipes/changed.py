@@ -18,7 +18,8 @@ from study.text_kinds import OwnText, PreparedText
 from train.run.config import RunConfig, with_settings
 
 # What the recipe alone decides, of the study and of its runs; the text is that of `--text`.
-OF_RECIPE, OF_RUNS = {"name", "settings", "runs", "text"}, {"name", "factors", "branch_from"}
+OF_RECIPE = {"name", "settings", "runs", "experiments", "text"}
+OF_RUNS = {"name", "factors", "branch_from"}
 
 
 def with_study_settings(study: Study, settings: tuple[str, ...]) -> Study:

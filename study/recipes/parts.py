@@ -14,6 +14,7 @@ from base.frozen import fingerprint
 from study.axes import AnyRun, Value, in_words
 from study.definition import Study
 from study.design import with_controls, with_seeds
+from study.experiments import Experiment
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
 from study.text_kinds import PACKAGES, PackageSources, Text, places_of
@@ -112,7 +113,10 @@ def study(
     if trained:
         # Controls first: each is then replicated with every seed, as the others are.
         runs = with_controls(trained)
-        runs = with_seeds(runs, seeds) if seeds else runs
+        if seeds:
+            runs = with_seeds(runs, seeds)
+            experiments: Sequence[Experiment] = settings.get("experiments", ())
+            settings["experiments"] = tuple(each.with_seeds(seeds) for each in experiments)
     defaults = {"name": UNNAMED, "description": UNNAMED, "ranks": 2, "sized_for": "cpu"}
     content = {"text": text, "runs": tuple(runs), "quantization": quantization}
     return Study.model_validate(defaults | content | settings)

@@ -65,6 +65,9 @@ def summary(study: Study, *, whole: bool = False) -> Iterator[str]:
     yield ""
     yield from _run_table(study, None if whole else RUNS_SHOWN)
     yield ""
+    if study.experiments:
+        titles = (experiment.title for experiment in study.experiments)
+        yield from _wrapped("experiments", "; ".join(titles))
     yield from _wrapped("text", _text_words(study.text, whole))
     for part, settings in study.measured_by.items():
         words = in_words(settings if whole else _brief(settings), defaults=False)

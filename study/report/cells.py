@@ -119,10 +119,10 @@ ESCAPED = {character: f"\\{character}" for character in "&%$#_{}"}
 ESCAPED |= {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
 
 
-def write_tables(directory: Path, tables: Sequence[Table]) -> None:
-    """Write STUDY/tables/NAME.csv and NAME.tex of each table."""
-    folder = directory / DIRECTORY
-    folder.mkdir(exist_ok=True)
+def write_tables(directory: Path, tables: Sequence[Table], part: str = "") -> None:
+    """Write STUDY/tables/NAME.csv and NAME.tex of each table; of a part in a folder of its name."""
+    folder = directory / DIRECTORY / part
+    folder.mkdir(parents=True, exist_ok=True)
     for table in tables:
         path = folder / f"{table.name}.csv"
         with replaced_file(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:

@@ -90,7 +90,8 @@ def settings_of(directory: Path, study: Study) -> dict[str, str]:
 def _run_again(study: Study) -> str:
     command = f"python -m study run {study.name}"
     candidates = [recipe for recipe in whole_recipes() if study.name.startswith(recipe)]
-    for recipe, profile in product(candidates, PROFILES):
+    # The longest first: tiny-paper begins with tiny, whose runs its settings may not fit.
+    for recipe, profile in product(sorted(candidates, key=len, reverse=True), PROFILES):
         # A name begins with that of its recipe and profile; the settings follow.
         if not study.name.startswith(resolve(recipe, profile).name):
             continue  # its settings may not fit

@@ -15,7 +15,8 @@ from study.figures.figure import draw_all
 from study.measurements.quantization import DOCUMENTS, is_calibrated
 from study.paths import REPORT
 from study.report.cells import Table, write_tables
-from study.report.page import write_page
+from study.report.page import Section, write_page
+from study.report.parts import ShownPart, parts_of
 from study.report.provenance import commands, settings_of
 from study.report.tables import (
     average_table,
@@ -39,36 +40,46 @@ ONE_DRAW = (
 
 
 def write_report(directory: Path, study: Study) -> Path:
-    """Draw the figures and write report.html."""
-    rows = read_table(directory, study)
-    canvas, paired = Canvas(study, rows, directory), Paired(directory)
-    shown, empty = draw_all(canvas)
-    effects = effect_tables(study, effects_of(study, rows, paired))
-    evidence = Evidence(study, rows, paired)
-    tables = _tables(study, rows, paired)
-    tables += [table for make in loaded("tables") for table in make(evidence)]
-    sentences = [make(evidence) for make in loaded("sentences")]
-    write_tables(directory, [*effects, *tables])
+    """Draw the figures and write report.html, with a section for each experiment of the study."""
+    rows, paired = read_table(directory, study), Paired(directory)
     write_page(
         directory / REPORT,
-        shown,
-        canvas.runs,
+        [_section(part, paired) for part in parts_of(study, rows)],
         study=study,
         newest=_newest(directory),
         facts=" ".join([_facts(study, rows), *_diverged(directory, study)]),
-        choice=" ".join(filter(None, sentences)),
-        effects=effects,
         claims_head=HEAD,
-        claims=claims_table(judge_all(study, rows, paired)),
         note=NOTE,
-        empty=empty,
-        tables=tables,
-        intervals=intervals_note(study, rows),
         settings=settings_of(directory, study),
         commands=commands(directory, study),
         server=server_command(directory.parent),
     )
     return directory / REPORT
+
+
+def _section(part: ShownPart, paired: Paired) -> Section:
+    """Return what is shown of a part of a study; write its figures and tables."""
+    experiment, study, rows = part
+    directory, name = paired.directory, experiment.name if experiment else ""
+    canvas, evidence = Canvas(study, rows, directory), Evidence(study, rows, paired)
+    figures, empty = draw_all(canvas, experiment)
+    effects = effect_tables(study, effects_of(study, rows, paired))
+    tables = _tables(study, rows, paired)
+    tables += [table for make in loaded("tables") for table in make(evidence)]
+    write_tables(directory, [*effects, *tables], name)
+    return Section(
+        name,
+        experiment.title if experiment else "",
+        _facts(study, rows),
+        canvas.runs,
+        figures,
+        empty,
+        claims_table(judge_all(study, rows, paired, experiment)),
+        " ".join(filter(None, (make(evidence) for make in loaded("sentences")))),
+        effects,
+        tables,
+        intervals_note(study, rows),
+    )
 
 
 def _tables(study: Study, rows: Sequence[Row], paired: Paired) -> list[Table]:

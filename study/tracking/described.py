@@ -99,7 +99,7 @@ def study_files(directory: Path) -> dict[str, Path]:
     """Return configuration, table, report, its figures and tables, by their names there."""
     names = ("study.json", TABLE, REPORT)
     paths = [directory / name for name in names]
-    paths += [path for folder in ("figures", "tables") for path in directory.glob(f"{folder}/*")]
+    paths += [path for folder in ("figures", "tables") for path in directory.glob(f"{folder}/**/*")]
     return {str(path.relative_to(directory)): path for path in sorted(paths) if path.is_file()}
 
 

@@ -67,7 +67,7 @@ LINES = (
     ("curvature hutchinson a --pairs b", "Input should be a valid integer"),
     (
         "study show tinny",
-        "no recipe 'tinny'; did you mean tiny? Else take one of tiny, olmo2-7b-lr",
+        "no recipe 'tinny'; did you mean tiny? Else take one of tiny, tiny-paper, olmo2-7b-lr",
     ),
     ("study show tiny --set steps=10", "no such setting; did you mean total_steps?"),
     ("study show tiny --profile smok", "no profile 'smok'; did you mean smoke?"),

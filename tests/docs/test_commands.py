@@ -28,7 +28,8 @@ SMALLER = (
         r"study run (olmo2-30m-lr .*kernels=transformer_engine)",
         r"study show --gpus 1 --gpu h100 \1",
     ),
-    (r"runs/tiny\b", f"runs/{NAME}"),
+    (r"study run tiny-paper", "study show tiny-paper"),  # it takes minutes
+    (r"runs/tiny\b(?!-)", f"runs/{NAME}"),
     (r"(study (status|mirror|choose-average)) tiny\b", rf"\1 {NAME}"),
     (r"lr2\.4e-2-seed1", "lr3e-2"),
     (r"step00001024", "step00000072"),
@@ -58,7 +59,7 @@ SMALLER = (
         r"\1 --set total_steps=49 --set save_steps=[49] --set batch_size=8"
         " --set data.sequence_length=32 --set data.held_out_sequences=8 --set",
     ),
-    (r"(study run|slurm submit|study show) (tiny|olmo2-\w+-lr)\b", r"\1 recipes/\2.py"),
+    (r"(study run|slurm submit|study show) (tiny(?!-)|olmo2-\w+-lr)\b", r"\1 recipes/\2.py"),
     (
         r"study run trajectory",
         f"study run trajectory --profile smoke --text my/books.jsonl.zst --tokenizer {MODEL}",

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import PAGES, REFERENCE
+from docs.generate import PAGES, REFERENCE, REPRODUCE
+from docs.paper import FIGURES, PICTURES, SHOWN, page
+from docs.paper import MOST_BYTES as MOST_BYTES_OF_PICTURE
 from tests.docs.pages import NAMES
 from tests.runs import PROJECT
 
@@ -55,6 +57,22 @@ def test_every_page_is_in_the_index():
 def test_a_generated_page_is_that_of_the_code_as_it_is(name):
     stored = (REFERENCE / name).read_text()
     assert stored == PAGES[name](), "run python -m docs.generate"
+
+
+def test_the_table_of_figures_is_that_of_the_recipes_as_they_are():
+    stored = REPRODUCE.read_text()
+    assert stored == page(stored), "run python -m docs.generate"
+
+
+def test_every_figure_of_the_paper_has_its_command():
+    """Figures whose numbers are known, and the two sections on data."""
+    numbers = {figure.number for figure in FIGURES}
+    assert {"1", "2", "section 4.1", "section 4.2", *"3456", "8", "12", "13", "19"} <= numbers
+    assert {"20", "23"} <= numbers
+    assert {figure.small for figure in FIGURES} - {"", "tiny"} == SHOWN.keys()
+    pictures = {path.stem: path.stat().st_size for path in PICTURES.glob("*")}
+    assert pictures.keys() <= SHOWN.keys()
+    assert max(pictures.values(), default=0) <= MOST_BYTES_OF_PICTURE
 
 
 def test_no_other_page_is_among_the_generated():

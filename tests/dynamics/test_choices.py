@@ -236,7 +236,7 @@ def test_a_study_of_another_factor_is_answered_by_its_effects(tmp_path):
 
 def test_the_report_says_the_first_of_them(report):
     assert re.search(
-        r'<p id="choice">[^<]* the peak learning rate [^<]* has the lowest', report.read_text()
+        r'<p class="choice">[^<]* the peak learning rate [^<]* has the lowest', report.read_text()
     )
 
 

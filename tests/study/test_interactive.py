@@ -22,6 +22,7 @@ NAMES = [
     *("full_against_quantized", "curvature", "error_against_curvature"),
     *("methods", "blocks", "prediction"),
 ]
+SETTLED = "Promise.all([...views.values()].flat().map(view => view.runAsync())).then(() => true)"
 POINTS = "g.mark-symbol.role-mark path"  # with those of the legend below .role-legend
 
 
@@ -105,7 +106,7 @@ def test_no_button_sends_data_away(browser):
 
 def test_what_was_written_into_a_study_is_shown_and_never_run(browser):
     assert browser.value("window.hacked") is None
-    assert browser.value("document.querySelectorAll('#runs button')[0].textContent") == HOSTILE
+    assert browser.value("document.querySelectorAll('.runs button')[0].textContent") == HOSTILE
     assert browser.value("document.querySelector('.lead').textContent") == HOSTILE
     legend = (
         "Array.from(document.querySelectorAll('.chart .role-legend text'), one => one.textContent)"
@@ -118,16 +119,15 @@ def test_what_was_written_into_a_study_is_shown_and_never_run(browser):
 def test_a_button_hides_a_run_in_all_figures_and_shows_it_again(browser, report):
     before = [browser.value(count_of(name)) for name in NAMES]
     assert min(before) > 0
-    button = "document.querySelector('#runs button[data-runs*=\"0.01\"]')"
-    settled = "Promise.all(views.map(view => view.runAsync())).then(() => true)"
+    button = "document.querySelector('.runs button[data-runs*=\"0.01\"]')"
     browser.value(f"{button}.click()")
-    assert browser.value(settled)
+    assert browser.value(SETTLED)
     hidden = [browser.value(count_of(name)) for name in NAMES]
     # a quarter of the marks is that of one of the four runs
     assert hidden == [count * 3 // 4 for count in before]
     assert browser.value(f"{button}.getAttribute('aria-pressed')") == "false"
     browser.value(f"{button}.click()")
-    assert browser.value(settled)
+    assert browser.value(SETTLED)
     assert [browser.value(count_of(name)) for name in NAMES] == before
 
 
@@ -194,7 +194,7 @@ def test_the_data_beside_a_figure_are_the_tables(report, study, name, figure, he
 def test_the_same_study_makes_the_same_files(tmp_path, study, monkeypatch):
     """Byte by byte, page and two pictures; of a study that varies a budget, with branches."""
     two = [figure for figure in figures_of(study) if figure.name in ("ends", "kl_divergence")]
-    monkeypatch.setattr(drawing, "figures_of", lambda _: two)
+    monkeypatch.setattr(drawing, "figures_of", lambda *_: two)
     changed: Study = budgets(study)
     directory = write_study(tmp_path / changed.name, changed)
     table_of(directory, changed)

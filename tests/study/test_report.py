@@ -87,7 +87,7 @@ def test_it_needs_nothing_but_itself_and_shows_pictures_without_scripts(page, re
     assert all((report.parent / name).stat().st_size > 100 for name in tables)
     text = report.read_text()
     assert text.count('<div class="chart" hidden>') == len(pictures) - 1, "slices are a picture"
-    assert '<div id="runs" hidden>' in text, "buttons that do nothing without scripts"
+    assert '<div class="runs" hidden>' in text, "buttons that do nothing without scripts"
 
 
 def test_a_row_per_learning_rate_with_intervals(page, study):
@@ -261,6 +261,13 @@ def test_commands_are_listed_under_what_they_make(tmp_path, recipe, first):
     }
     assert verbs["table, report and MLflow"] == ["study collect", "study report", "study mirror"]
     assert verbs["text and tokenizer"][0] == first
+
+
+def test_the_command_is_that_of_the_recipe_whose_name_begins_with_another_one(tmp_path):
+    """The recipe tiny saves no step 96, and would refuse it."""
+    study = resolve("tiny-paper", "full", ("averaged_steps=[96]",))
+    _, again = commands(tmp_path / study.name, study)["the whole study again"]
+    assert again.startswith("python -m study run tiny-paper --profile full --set ")
 
 
 def test_text_is_escaped(report):

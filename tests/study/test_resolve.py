@@ -9,7 +9,7 @@ import pytest
 
 from base.errors import UserError
 from base.frozen import fingerprint
-from study.definition import load_study, save_study
+from study.definition import Study, load_study, save_study
 from study.recipes.resolve import recipe_names, resolve, whole_recipes
 from study.recipes.shown import recipe_lines, source_lines, summary
 from study.steps import steps_of
@@ -44,16 +44,22 @@ def test_a_branch_goes_on_as_its_parent(recipe, profile):
             assert run.save_steps[0] > step
 
 
+def parts_of(study: Study) -> list[Study]:
+    """Its experiments, or the whole where it is one."""
+    return [study.part(experiment) for experiment in study.experiments] or [study]
+
+
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
 def test_every_run_has_a_label_of_its_own(recipe, profile):
     study = resolve(recipe, profile)
     labels = [study.label_of(run) for run in study.runs]
     assert len(set(labels)) == len(labels)
-    if study.varied:
-        first = {group.runs[0].name for group in study.groups}
-        others = [run for run in study.varied.values if run in first - study.controls]
-        places = {(study.varied.values[run], study.varied.groups.get(run)) for run in others}
-        assert len(places) == len(others)
+    for part in parts_of(study):
+        if part.varied:
+            first = {group.runs[0].name for group in part.groups}
+            others = [run for run in part.varied.values if run in first - part.controls]
+            places = {(part.varied.values[run], part.varied.groups.get(run)) for run in others}
+            assert len(places) == len(others)
 
 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
@@ -83,7 +89,7 @@ def test_the_small_profile_has_the_structure_of_the_full_one(recipe):
     """
     full, small = (resolve(recipe, profile) for profile in ("full", "smoke"))
     assert small.ranks <= 2
-    assert len(small.trained) <= 7
+    assert max(len(part.trained) for part in parts_of(small)) <= 7
     for study in (full, small):
         assert {run.engine for run in study.trained} == {full.trained[0].engine}
         assert {run.model.family for run in study.trained} == {full.trained[0].model.family}
