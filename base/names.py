@@ -18,6 +18,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("trace", "traces", "hessian", "diagonal"), ("hutchinson",)),
     **dict.fromkeys(("eigenvalue", "eigenvalues", "sharpness", "lambda-max"), ("lanczos",)),
     **dict.fromkeys(("landscape", "surface", "plane"), ("slice",)),
+    **dict.fromkeys(("trajectory", "components", "principal"), ("pca",)),
     **dict.fromkeys(("plot", "plots", "figures", "html"), ("report",)),
     **dict.fromkeys(("table", "results"), ("collect", "report")),
     **dict.fromkeys(("recipes", "ls", "studies"), ("list",)),

@@ -16,6 +16,7 @@ from ckpt_tools.hf import comparing
 from ckpt_tools.hf.directory import (
     RESULT_JSON,
     compared_results,
+    hf_directory_of,
     result_directories,
     write_result,
 )
@@ -187,38 +188,102 @@ def step(
 @app.command("slice")
 @options_of(SliceSettings)
 def slice_(
-    hf_dir: HFDir,
-    previous: Annotated[Path, typer.Option(help="HF directory of the checkpoint before.")],
-    quantized: Annotated[Path, typer.Option(help="Result of 'quant_eval run --dense' for HF_DIR.")],
+    points: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="POINT",
+            help="HF directories, or results HF_DIR/quant/SPEC of 'quant_eval run --dense'.",
+        ),
+    ],
     data: Data,
     settings: SliceSettings,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a point, in their order; by default its directory's. Repeatable."),
+    ] = None,
     out: Out = None,
 ) -> None:
     """Write result.json: the loss on the plane through three models.
 
-    They are HF_DIR, the checkpoint before and the quantized HF_DIR (arXiv:2510.06213). Distances in
-    the plane are Euclidean. Under torchrun all processes share the points.
+    Such as a checkpoint, the one before and the quantized one (arXiv:2510.06213), or the end at a
+    constant rate, the annealed weights and an average. Distances in the plane are Euclidean; by
+    default the result is beside the first point. Under torchrun all processes share the grid.
 
-    Example: python -m curvature slice hf/step00000640 --data data/held_out
-    --previous hf/step00000592 --quantized hf/step00000640/quant/gptq-b3-g128
+    Example: python -m curvature slice hf/step00000640 hf/step00000592
+    hf/step00000640/quant/gptq-b3-g128 --data data/held_out
     """
-    names, outs = [f"slice-{quantized.resolve().name}"], [out] if out else None
-    ((directory,),) = result_directories([hf_dir], "curvature", names, outs)
-    _check_models(hf_dir, previous)
+    if len(points) != 3:
+        raise UserError(f"{len(points)} points make no plane; give three")
+    names = name or [point.resolve().name for point in points]
+    if len(names) != 3 or len(set(names)) != 3:
+        raise UserError(f"the points are named {', '.join(names)}; give --name for each of three")
+    specs, outs = [f"slice-{names[-1]}"], [out] if out else None
+    hf_dirs = [hf_directory_of(point) for point in points]
+    ((directory,),) = result_directories(hf_dirs[:1], "curvature", specs, outs)
     open_corpus(data)
     with quick_imports():
         from base.ranks import start
         from curvature.slices.measurement import measure
 
     ranks = start(settings.device)
-    result = measure(hf_dir, previous, quantized, settings, data, ranks)
+    result = measure(points, names, settings, data, ranks)
     if ranks.rank == 0:
         write_result(directory, result)
         for point in result["measured"]["points"][1:]:
             typer.echo(
                 f"{point['name']} at ({point['x']:.4g}, {point['y']:.4g}):"
                 f" {with_error(point['increase'], point['increase_standard_error'])} nats/token"
-                " over the base"
+                f" over {names[0]}"
+            )
+        typer.echo(f"-> {directory / RESULT_JSON}")
+
+
+@app.command()
+@options_of(SliceSettings)
+def pca(
+    hf_dirs: Annotated[
+        list[Path],
+        typer.Argument(metavar="HF_DIR", help="Checkpoints of one run, in their order."),
+    ],
+    data: Data,
+    settings: SliceSettings,
+    project: Annotated[
+        list[Path] | None,
+        typer.Option(help="Checkpoint that is projected alone, such as a cooldown's. Repeatable."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the result; by default curvature/pca of the last HF_DIR."),
+    ] = None,
+) -> None:
+    """Write result.json: the loss on the plane of a trajectory's first two principal components.
+
+    With the projections of all checkpoints, and how far from the plane they are. Weights of a
+    model are in memory twice, however many there are. Under torchrun all processes share the grid.
+
+    Example: python -m curvature pca lr1/hf/step* --project cooled/hf/step00000640
+    --data data/held_out
+    """
+    outs = [out] if out else None
+    ((directory,),) = result_directories(hf_dirs[-1:], "curvature", ["pca"], outs)
+    _check_models(*hf_dirs, *(project or []))
+    open_corpus(data)
+    with quick_imports():
+        from base.ranks import start
+        from curvature.slices.principal import measure
+
+    ranks = start(settings.device)
+    result = measure(hf_dirs, project or [], settings, data, ranks)
+    if ranks.rank == 0:
+        write_result(directory, result)
+        measured = result["measured"]
+        shares = " and ".join(f"{share:.1%}" for share in measured["variance_shares"][:2])
+        typer.echo(f"{shares} of the variance are along the two components")
+        for point in measured["points"]:
+            typer.echo(
+                f"{point['path']} at ({point['x']:.4g}, {point['y']:.4g}), {point['off_plane']:.4g}"
+                f" off the plane ({point['off_plane_share']:.1%}): {point['loss']:.4f} nats/token"
+                f" on it, {point['checkpoint_loss']:.4f} itself"
             )
         typer.echo(f"-> {directory / RESULT_JSON}")
 

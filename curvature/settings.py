@@ -76,13 +76,16 @@ class PredictionSettings(HessianSettings):
 
 
 class PlaneSettings(Frozen):
-    """Grid of a slice of the loss, and the sequences that every loss is over."""
+    """Grid of the loss on a plane, and the sequences that every loss is over."""
 
-    grid: int = Field(default=15, ge=3, description="points along either axis")
+    grid: int = Field(default=15, ge=3, description="points along either axis: grid x grid losses")
     extent: float = Field(
         default=0.35,
         gt=0,
-        description="reach of the grid beyond its points, in units of the longer direction",
+        description=(
+            "reach of the grid beyond its points, in units of the longer direction, or of the"
+            " trajectory's longer side"
+        ),
     )
     sequences: Several = Field(default=16, description="sequences that every loss is over")
     sequence_length: Count | None = Field(
@@ -139,7 +142,7 @@ class StepSettings(PredictionSettings, ProductSettings):
 
 
 class SliceSettings(PlaneSettings):
-    """All settings of a slice of the loss."""
+    """All settings of the loss on a plane."""
 
     device: Literal["cpu", "cuda"] = Field(
         default="cpu", exclude=True, description="kind of the devices"

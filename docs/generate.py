@@ -13,11 +13,19 @@ from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 from typer.core import TyperArgument
 
-from ckpt_tools.hf.measured import Curvature, MeasuredStep, Quantization, Slice, Tasks
+from ckpt_tools.hf.measured import (
+    Curvature,
+    MeasuredStep,
+    Quantization,
+    Slice,
+    Tasks,
+    TrajectoryPlane,
+)
 from ckpt_tools.released.own_family import OwnFamily
 from curvature.measurement import UNITS as TRACE_UNITS
 from curvature.settings import HutchinsonSettings, LanczosSettings, SliceSettings, StepSettings
 from curvature.slices.measurement import UNITS as SLICE_UNITS
+from curvature.slices.principal import UNITS as PLANE_UNITS
 from curvature.step.prediction import UNITS as STEP_UNITS
 from docs.commands import FOLDERS, CommandEntry, entries
 from docs.models import fields, is_list, models_in, sections, table, type_text
@@ -288,6 +296,9 @@ KINDS = {
     ),
     "Quantization step": ResultKind("curvature step", MeasuredStep, STEP_UNITS, (StepSettings,)),
     "Slice": ResultKind("curvature slice", Slice, SLICE_UNITS, (SliceSettings,)),
+    "Plane of a trajectory": ResultKind(
+        "curvature pca", TrajectoryPlane, PLANE_UNITS, (SliceSettings,)
+    ),
 }
 
 

@@ -52,6 +52,8 @@ CONTENT = Content(
         "curvature:formula",
         "prediction:prediction",
         "slices:slices",
+        "planes:planes",
+        "planes:trajectory_plane",
     ),
     claims=_in(
         "claims",

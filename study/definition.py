@@ -17,6 +17,14 @@ from study.design import Group, control_among, equal_runs, replicates_of
 from study.experiments import Experiment, problems_of, runs_with_origins
 from study.measurements.curvature import CURVATURE, CurvatureSettings
 from study.measurements.kind import Kind
+from study.measurements.planes import (
+    PCA,
+    PLANE,
+    BranchedRun,
+    BranchedRuns,
+    Planes,
+    ResolvedPlane,
+)
 from study.measurements.quantization import (
     BLOCKS,
     METHODS_AT_THE_END,
@@ -27,10 +35,13 @@ from study.measurements.sizes import misfits
 from study.measurements.step import SLICE, STEP, Along
 from study.measurements.tasks import TASKS, TasksSettings
 from study.paths import MeasuredModel, hf_directory, last_model, released_models
+from study.planes import NamedPlane, StudyPoint, point_of
 from study.released import ReleasedRun, unknown_ingredients, unknown_parents
 from study.soups import SoupSettings
 from study.text_kinds import Text
 from train.run.config import RunConfig
+
+FEWEST_OF_PLANE = 3  # checkpoints that can span the plane of a trajectory
 
 AnySettings = (
     QuantizationSettings | CurvatureSettings | PredictionSettings | PlaneSettings | TasksSettings
@@ -89,7 +100,19 @@ class Study(Showable):
         description="of the curvature along the steps of `quantization.by_block`",
     )
     slice: PlaneSettings = Field(
-        default=PlaneSettings(), description="of the loss on the plane that the first of them spans"
+        default=PlaneSettings(),
+        description="of the loss on the plane that the first of them spans, and on `planes`",
+    )
+    planes: tuple[NamedPlane, ...] = Field(
+        default=(), description="through three models each, which may be of several runs"
+    )
+    pca: PlaneSettings | None = Field(
+        default=None,
+        description=(
+            "of the loss on the plane of the first two principal components of each run with three"
+            " checkpoints that others branch from; these are projected. Two losses of every"
+            " checkpoint come with those of the grid. None: not measured"
+        ),
     )
     tasks: TasksSettings | None = Field(default=None, description="None: not measured")
     averaged_steps: tuple[int, ...] = Field(
@@ -145,6 +168,25 @@ class Study(Showable):
             yield from self._problems_of(run)
         yield from unknown_parents(self.runs)
         yield from unknown_ingredients(self.runs)
+        yield from self._problems_of_planes()
+
+    def _problems_of_planes(self) -> Iterator[str]:
+        names = [plane.name for plane in self.planes]
+        if len(set(names)) != len(names):
+            yield f"two planes share a name among {', '.join(names)}"
+        for plane in self.planes:
+            try:
+                points = list(self.points_of(plane).values())
+            except ValueError as error:
+                yield f"plane {plane.name}: {error}"
+                continue
+            if len(set(points)) != len(points):
+                yield f"plane {plane.name} goes through one model twice; give three"
+        if self.pca and not self.branched_runs:
+            yield (
+                f"no run with {FEWEST_OF_PLANE} checkpoints has others that branch from it, whose"
+                " plane pca is of; save more, or leave pca out"
+            )
 
     def _problems_of(self, run: RunConfig) -> Iterator[str]:
         name = run.name
@@ -194,8 +236,10 @@ class Study(Showable):
     @cached_property
     def measured_by(self) -> dict[str, AnySettings]:
         """The settings of all that the study measures, by its field."""
-        along = ("step", "slice") if self.quantization.by_block else ()
-        parts = ("quantization", "curvature", *along, "tasks")
+        by_block = bool(self.quantization.by_block)
+        along = ("step",) if by_block else ()
+        planes = ("slice",) if by_block or self.planes else ()
+        parts = ("quantization", "curvature", *along, *planes, "pca", "tasks")
         return {name: settings for name in parts if (settings := getattr(self, name))}
 
     def parent_of(self, run: RunConfig) -> RunConfig:
@@ -223,8 +267,17 @@ class Study(Showable):
             "captions": self.captions | experiment.captions,
             "averaged_steps": tuple(step for step in self.averaged_steps if step in saved),
             "soups": tuple(soup for soup in self.soups if any(map(soup.is_of, trained))),
+            "planes": tuple(
+                plane
+                for plane in self.planes
+                if all(point.run in names for point in self.points_of(plane).values())
+            ),
+            "pca": None,
         }
-        return Study.model_validate(dict(self) | changes)
+        part = Study.model_validate(dict(self) | changes)
+        if self.pca and part.branched_runs:
+            return Study.model_validate(dict(part) | {"pca": self.pca})
+        return part
 
     def models_of(self, run: AnyRun) -> list[MeasuredModel]:
         """Return the measured models of the run by rising step, averages after weights."""
@@ -245,6 +298,52 @@ class Study(Showable):
                 if soup.steps[-1] == step and soup.is_of(run)
             ]
         return models
+
+    def points_of(self, plane: NamedPlane) -> dict[str, StudyPoint]:
+        """Return the models that the points of a plane mean, by name; ValueError for no model."""
+        models = {run.name: self.models_of(run) for run in self.runs}
+        return {name: point_of(text, models) for name, text in plane.points.items()}
+
+    @cached_property
+    def resolved_planes(self) -> tuple[ResolvedPlane, ...]:
+        """The named planes, with the models that their points mean."""
+        return tuple(ResolvedPlane(plane.name, self.points_of(plane)) for plane in self.planes)
+
+    @cached_property
+    def branched_runs(self) -> tuple[BranchedRun, ...]:
+        """The weights of each run that others branch from, and those of these others.
+
+        Runs have three checkpoints or more. The first run of a group stands for its seeds, where
+        these have no details.
+        """
+        branched = []
+        for run in self.runs:
+            others = [other for other in self.runs if self._origin(other) == run.name]
+            models = self._weights_of(run)
+            if not others or len(models) < FEWEST_OF_PLANE or not self._has_details(run):
+                continue
+            by_step = {model.step: model for model in models}
+            branches, starts = {}, {}
+            for other in others:
+                branches[other.name] = self._weights_of(other)
+                # A stage starts from the last weights of the one before.
+                branch_from = other.branch_from if isinstance(other, RunConfig) else None
+                starts[other.name] = by_step[branch_from.step] if branch_from else models[-1]
+            branched.append(BranchedRun(run.name, models, branches, starts))
+        return tuple(branched)
+
+    def _weights_of(self, run: AnyRun) -> tuple[MeasuredModel, ...]:
+        return tuple(model for model in self.models_of(run) if model.average is None)
+
+    def _origin(self, run: AnyRun) -> str | None:
+        """Return the name of the run or stage that a run starts from."""
+        if isinstance(run, ReleasedRun):
+            return run.parent
+        return self.parent_of(run).name if run.branch_from else None
+
+    def _has_details(self, run: AnyRun) -> bool:
+        """Return whether more is measured of a run than the quantization of its checkpoints."""
+        return self.detailed == "every seed" or run == self.group_of(run).runs[0]
 
     def control_of(self, run: AnyRun) -> RunConfig | None:
         """Return the run of this study that trains like an annealed one, to its end, without."""
@@ -309,7 +408,7 @@ class Study(Showable):
         A control has none of those that only the end of a run has.
         """
         # The first run of a group stands for its seeds.
-        has_details = self.detailed == "every seed" or run == self.group_of(run).runs[0]
+        has_details = self._has_details(run)
         is_control = run.name in self.controls
         kinds = [
             measurement
@@ -331,6 +430,15 @@ class Measurement(NamedTuple):
     settings: Any
 
 
+def _planes(study: Study) -> Planes | None:
+    planes = study.resolved_planes
+    return Planes(planes, study.slice, study.quantization) if planes else None
+
+
+def _branched_runs(study: Study) -> BranchedRuns | None:
+    return BranchedRuns(study.branched_runs, study.pca) if study.pca else None
+
+
 def _along[Settings](study: Study, settings: Settings) -> Along[Settings] | None:
     specs = study.quantization.by_block
     return Along(specs, settings) if specs else None
@@ -345,6 +453,8 @@ KINDS: tuple[tuple[Kind[Any], Callable[[Study], Any]], ...] = (
     (CURVATURE, lambda study: study.curvature),
     (STEP, lambda study: _along(study, study.step)),
     (SLICE, lambda study: _along(study, study.slice)),
+    (PLANE, _planes),
+    (PCA, _branched_runs),
     (TASKS, lambda study: study.tasks),
 )
 

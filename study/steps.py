@@ -11,7 +11,7 @@ from pathlib import Path
 from base.frozen import fingerprint
 from study.axes import AnyRun
 from study.definition import KINDS, Study
-from study.measurements.kind import Subject, Text
+from study.measurements.kind import Subject, Subjects, Text
 from study.paths import (
     MIRROR_JSON,
     REPORT,
@@ -52,8 +52,12 @@ def steps_of(study: Study) -> list[Step]:
     steps += [
         _making_step(run, released_model(revision)) for run in released for revision in run.fetched
     ]
+    subjects: dict[tuple[str, MeasuredModel], Subject] = {}
     for run in study.runs:
-        steps += _run_steps(study, run, texts)
+        of_run = _subjects(study, run, texts)
+        steps += _run_steps(study, run, of_run)
+        subjects |= {(run.name, subject.model): subject for subject in of_run}
+    steps += _steps_of_several(study, subjects)
     return [*steps, *_last_steps(study, steps)]
 
 
@@ -86,22 +90,25 @@ def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
     )
 
 
-def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
-    """Return the steps that make a run's models, then those that measure them, kind by kind."""
-    models = study.models_of(run)
-    # Every model has one step that makes it, whatever measures it.
-    making = {model: _making_step(run, model) for model in models}
-    # averages are made of exports, or of downloads, which come first
-    steps_by_kind = {
-        kind: [step for step in making.values() if step.kind == kind] for kind in MAKING
-    }
+def _subjects(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Subject]:
+    """Return the measured models of a run, each with the step that makes it."""
     subjects: list[Subject] = []
     before: Subject | None = None
-    for model in models:
-        subject = Subject(run.name, model, making[model], texts, before)
+    for model in study.models_of(run):
+        subject = Subject(run.name, model, _making_step(run, model), texts, before)
         subjects.append(subject)
         # An average comes before nothing: `before` stays at the weights.
         before = before if model.average else subject
+    return subjects
+
+
+def _run_steps(study: Study, run: AnyRun, subjects: list[Subject]) -> list[Step]:
+    """Return the steps that make a run's models, then those that measure them, kind by kind."""
+    # averages are made of exports, or of downloads, which come first
+    steps_by_kind = {
+        kind: [subject.making for subject in subjects if subject.making.kind == kind]
+        for kind in MAKING
+    }
     measured = study.measured(run)
     for kind, settings in study.measurements:
         steps_by_kind[kind.name] = made = []
@@ -109,6 +116,13 @@ def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
             if (kind, settings) in measured[subject.model]:
                 made += kind.steps(settings, subject, steps_by_kind)
     return [step for steps in steps_by_kind.values() for step in steps]
+
+
+def _steps_of_several(study: Study, subjects: Subjects) -> list[Step]:
+    """Return the steps that measure several models at once, each after those that make them."""
+    return [
+        step for kind, settings in study.measurements for step in kind.together(settings, subjects)
+    ]
 
 
 def _making_step(run: AnyRun, model: MeasuredModel) -> Step:

@@ -84,6 +84,25 @@ def _check_writable(directory: Path) -> None:
         raise UserError(f"{ancestor} is not writable; give another --out for {RESULT_JSON}")
 
 
+def hf_directory_of(path: Path) -> Path:
+    """Return the HF directory of a model: itself, or that which a result was quantized from.
+
+    Raises:
+        UserError: the path is neither an HF directory nor a result below one.
+    """
+    if (path / "config.json").is_file():
+        return path
+    # HF_DIR/quant/SPEC, and HF_DIR/blocks/SPEC in a study
+    above = path.absolute().parent.parent
+    if (path / RESULT_JSON).is_file() and (above / "config.json").is_file():
+        return path.parent.parent
+    raise UserError(
+        f"{path} is neither an HF directory nor a result below one; give a directory made by"
+        " 'python -m ckpt_tools export', or HF_DIR/quant/SPEC made by 'python -m quant_eval run"
+        " --dense'"
+    )
+
+
 def compared_results(results: list[Path]) -> list[Path]:
     """Return the result.json of each result or directory; UserError unless two or more differ."""
     paths = [path / RESULT_JSON if path.is_dir() else path for path in results]

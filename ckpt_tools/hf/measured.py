@@ -240,3 +240,24 @@ class Slice(Read):
     points: list[SlicePoint] = []
     directions: SliceDirections | None = None
     grid: SliceGrid | None = None
+
+
+class ProjectedPoint(SlicePoint):
+    """A checkpoint's projection on a plane, its distance from there, and both losses.
+
+    Components are of the fitted checkpoints alone. `loss` is that of the projection.
+    """
+
+    path: str = ""
+    fitted: bool = True
+    off_plane: float | None = None
+    off_plane_share: float | None = None
+    checkpoint_loss: float | None = None
+
+
+class TrajectoryPlane(Read):
+    """The loss on the plane of a trajectory's first two principal components."""
+
+    points: list[ProjectedPoint] = []
+    variance_shares: list[float] = []
+    grid: SliceGrid | None = None

@@ -9,7 +9,15 @@ from pydantic import Field, ValidationError
 from base.errors import UserError
 from base.reading import read_sealed
 from ckpt_tools.hf.directory import RESULT_JSON
-from ckpt_tools.hf.measured import Curvature, MeasuredStep, Quantization, Read, Slice, Tasks
+from ckpt_tools.hf.measured import (
+    Curvature,
+    MeasuredStep,
+    Quantization,
+    Read,
+    Slice,
+    Tasks,
+    TrajectoryPlane,
+)
 
 
 class ResultModel(Read):
@@ -62,6 +70,7 @@ NAMES: dict[type[Read], str] = {
     Curvature: "traces or eigenvalues ('python -m curvature')",
     MeasuredStep: "a quantization step ('python -m curvature step')",
     Slice: "a slice ('python -m curvature slice')",
+    TrajectoryPlane: "the plane of a trajectory ('python -m curvature pca')",
 }
 REMEASURE = (
     "run the study again, or measure again with 'python -m quant_eval' or 'python -m curvature'"
@@ -71,6 +80,7 @@ KIND_OF_SETTING: dict[str, type[Read]] = {
     "tasks": Tasks,
     "evaluation": Quantization,
     "plane": Slice,
+    "trajectory": TrajectoryPlane,
     "quantized": MeasuredStep,
     "data": Curvature,
 }

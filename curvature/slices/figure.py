@@ -1,4 +1,4 @@
-"""A slice in a picture: the rise of the loss over theta_K, with the points of the plane marked.
+"""The loss on a plane in a picture: its rise over that of one point, with the points marked.
 
 Shapes: Y and X coordinates of the grid, F of the finer one that is drawn.
 """
@@ -27,21 +27,26 @@ INK = "#222222"
 BAR_INCHES = 0.22
 MOST_LEVELS = 10  # above zero; as many below where the loss falls
 FINER = 12  # drawn intervals for each of the grid's
-MARKERS = {"base": "o", "previous": "s", "quantized": "^"}
+MARKERS = ("o", "s", "^")  # of the first point, the second and the third
+# Words of a point beside its marker; others are named as they are.
 SYMBOLS = {"base": r"$\theta_K$", "previous": r"$\theta_{K-1}$", "quantized": r"$\hat\theta_K$"}
-ALONG_X, ALONG_Y = (
-    r"distance along $\theta_{K-1} - \theta_K$",
-    r"distance orthogonal to it, towards $\hat\theta_K$",
+# The first point is the origin, the second is to the right of it, the third above both: in points,
+# and the side of the words that is at the marker.
+LABEL_OFFSETS: tuple[tuple[float, float, str, str], ...] = (
+    (-8, -4, "right", "top"),
+    (8, -4, "left", "top"),
+    (0, 8, "center", "bottom"),
 )
-LABEL_OFFSETS = {
-    "base": (-8, -4, "right", "top"),
-    "previous": (8, -4, "left", "top"),
-    "quantized": (0, 8, "center", "bottom"),
-}
+HALO = [withStroke(linewidth=3, foreground="white")]
+
+
+def symbol_of(name: str) -> str:
+    """Return the words of a point of a plane."""
+    return SYMBOLS.get(name, name)
 
 
 def increase_over(result: dict[str, Any]) -> NDArray[np.float64]:
-    """Return the losses of the grid over theta_K's, [Y, X]."""
+    """Return the losses of the grid over that of the first point, [Y, X]."""
     measured = result["measured"]
     return np.array(measured["grid"]["loss"]) - float(measured["points"][0]["loss"])
 
@@ -50,7 +55,7 @@ def levels_of(increase: NDArray[np.float64]) -> list[float]:
     """Return contour levels: 0, 1, 2 and 5 x 10^k up to the highest value, the same below 0.
 
     Args:
-        increase: losses over that of the last checkpoint, nats per token.
+        increase: losses over that of one point, nats per token.
 
     Example:
         >>> levels = levels_of(np.array([[-0.003, 0.04]]))
@@ -100,66 +105,73 @@ def with_error(value: float, error: float, sign: str = "") -> str:
     )
 
 
-def _mark(axes: Axes, points: list[dict[str, Any]]) -> None:
-    for point in points:
-        name = point["name"]
+def mark_points(axes: Axes, points: list[dict[str, Any]]) -> None:
+    """Draw three points of a plane with their names."""
+    styles = zip(points, MARKERS, LABEL_OFFSETS, strict=True)
+    for point, marker, (dx, dy, horizontal, vertical) in styles:
         axes.plot(
             point["x"],
             point["y"],
-            MARKERS[name],
+            marker,
             markersize=7,
             color="white",
             markeredgecolor=INK,
             zorder=5,
             clip_on=False,
         )
-        dx, dy, horizontal, vertical = LABEL_OFFSETS[name]
         axes.annotate(
-            SYMBOLS[name],
+            symbol_of(point["name"]),
             (point["x"], point["y"]),
             (dx, dy),
             textcoords="offset points",
             ha=horizontal,
             va=vertical,
-            fontsize=11,
+            fontsize=11 if point["name"] in SYMBOLS else 9,
             color=INK,
             zorder=6,
-            path_effects=[withStroke(linewidth=3, foreground="white")],
+            path_effects=HALO,
         )
 
 
 def costs(result: dict[str, Any]) -> str:
-    """Return the increases at the points other than theta_K, with errors over sequences."""
+    """Return the increases at the points other than the first, with errors over sequences."""
     return "\n".join(
-        f"{SYMBOLS[point['name']]}  "
+        f"{symbol_of(point['name'])}  "
         + with_error(point["increase"], point["increase_standard_error"], "+")
         for point in result["measured"]["points"][1:]
     )
 
 
-def draw_plane(axes: Axes, result: dict[str, Any], levels: list[float]) -> ContourSet:
-    """Draw the points and filled contours of the increase at `levels`, and return the contours."""
-    grid = result["measured"]["grid"]
+def draw_contours(
+    axes: Axes, grid: dict[str, Any], increase_YX: NDArray[np.float64], levels: list[float]
+) -> ContourSet:
+    """Draw filled contours of increases on a grid at `levels`, and return the contours."""
     x_F, y_F = (
         np.linspace(at[0], at[-1], FINER * (len(at) - 1) + 1) for at in (grid["x"], grid["y"])
     )
     # Piecewise cubics are exact for parabolas, which basins are.
-    along_x_YF = CubicSpline(grid["x"], increase_over(result), axis=1)(x_F)
+    along_x_YF = CubicSpline(grid["x"], increase_YX, axis=1)(x_F)
     fine_FF = CubicSpline(grid["y"], along_x_YF)(y_F)
     colours, norm = _colours(levels)
     # contourf leaves blank what is beyond the outermost levels, such as a cubic's overshoot.
     drawn = np.clip(fine_FF, levels[0], levels[-1])
     filled = axes.contourf(x_F, y_F, drawn, levels=levels, cmap=colours, norm=norm)
     axes.contour(x_F, y_F, fine_FF, levels=levels[1:-1], colors=INK, linewidths=0.5, alpha=0.7)
-    _mark(axes, result["measured"]["points"])
     axes.set_aspect("equal")
     return filled
 
 
-def add_colour_bar(figure: Figure, filled: ContourSet, beside: Axes) -> None:
-    """Draw the scale of the colours on `beside`."""
+def draw_plane(axes: Axes, result: dict[str, Any], levels: list[float]) -> ContourSet:
+    """Draw the points and filled contours of the increase at `levels`, and return the contours."""
+    filled = draw_contours(axes, result["measured"]["grid"], increase_over(result), levels)
+    mark_points(axes, result["measured"]["points"])
+    return filled
+
+
+def add_colour_bar(figure: Figure, filled: ContourSet, beside: Axes, over: str) -> None:
+    """Draw the scale of the colours on `beside`: of the loss over that of a point in words."""
     bar = figure.colorbar(
         filled, cax=beside, ticks=filled.levels, spacing="uniform", format=_written
     )
-    bar.set_label(r"loss over that of $\theta_K$, nats per token")
+    bar.set_label(f"loss over that of {over},\nnats per token")
     bar.minorticks_off()

@@ -5,8 +5,9 @@ Shapes: B sequences, Q points, X and Y coordinates of the grid.
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +19,17 @@ from ckpt_tools.hf.configuration import read_config
 from ckpt_tools.hf.forward import names_in_files
 from ckpt_tools.hf.model import identify, load_hf_model
 from curvature.settings import SliceSettings
+from curvature.slices.corners import Corner, Corners, open_corner
 from curvature.slices.plane import (
     Plane,
     PlanePoint,
     SequenceLosses,
     check_finite,
-    dot,
     grid_coordinates,
     losses_at,
+    losses_on_grid,
+    through_three,
 )
-from curvature.step.quantized import read_step
 from curvature.subject import Batches
 
 POINT_TOLERANCE = 1e-5  # relative difference of a point's loss on the plane and from its own files
@@ -40,22 +42,16 @@ UNITS = {
 }
 
 
-def measure(
-    hf_dir: Path,
-    previous: Path,
-    quantized: Path,
-    settings: SliceSettings,
-    data_prefix: Path,
-    ranks: Ranks,
-) -> dict[str, Any]:
-    """Return the content of result.json of the plane through three models, without writing it.
+class PlaneText(NamedTuple):
+    """The sequences that every loss is over, int64 [B, S + 1], and what a result says of them."""
 
-    Raises:
-        UserError: models, text and settings do not fit, a loss is not finite, or a point of the
-            plane does not have the loss of its files.
-    """
-    identity = identify(hf_dir)
-    clock = time.perf_counter()
+    tokens_BS1: Tensor
+    settings: SliceSettings
+    described: dict[str, Any]
+
+
+def open_sequences(hf_dir: Path, settings: SliceSettings, data_prefix: Path) -> PlaneText:
+    """Return the sequences for a model; UserError if the text does not fit it."""
     batches = Batches(
         data_prefix,
         read_config(hf_dir),
@@ -63,72 +59,88 @@ def measure(
         seed=settings.seed,
         needed=settings.sequences,
     )
-    tokens_BS1 = batches.number(0, settings.sequences)
-    # A result that does not fit the model is refused before it is loaded.
-    step = read_step(hf_dir, quantized)
+    described = {"sequence_length": batches.sequence_length, "data": batches.described}
+    return PlaneText(batches.number(0, settings.sequences), settings, described)
 
-    def losses_of(directory: Path) -> tuple[SequenceLosses, Tensor]:
-        model = load_hf_model(directory, torch.float32, "sdpa")
-        model.to(ranks.device)  # type: ignore[arg-type]
-        losses = SequenceLosses(model, tokens_BS1, settings.batch_size)
-        losses_B = losses()
-        check_finite(str(directory), losses_B, "give weights that are finite")
-        return losses, losses_B
 
-    # the first direction, to the checkpoint before
-    base, base_B = losses_of(hf_dir)
-    before, before_B = losses_of(previous)
-    shapes = [
-        {name: weight.shape for name, weight in model.weights.items()} for model in (base, before)
-    ]
-    if shapes[0] != shapes[1]:
-        raise UserError(
-            f"{previous} has other parameters than {hf_dir}; give a checkpoint of the same model"
-        )
+def load_losses(corner: Corner, sequences: PlaneText, ranks: Ranks) -> SequenceLosses:
+    """Return the losses of a model as transformers reads it, quantized weights put in its place.
+
+    This is the reading that planes are checked by.
+
+    Raises:
+        UserError: the files are no model.
+    """
+    model = load_hf_model(corner.hf_dir, torch.float32, "sdpa")
+    model.to(ranks.device)  # type: ignore[arg-type]
+    losses = SequenceLosses(model, sequences.tokens_BS1, sequences.settings.batch_size)
+    files = names_in_files(model)
     with torch.no_grad():
-        first = {name: before.weights[name] - weight for name, weight in base.weights.items()}
-    del before  # a copy of the weights less
+        for name, weight in losses.weights.items():
+            tensor = corner.quantized.get(files[name])
+            if tensor is not None:
+                weight.copy_(tensor.read(0, tensor.shape[0]).view_as(weight))
+    return losses
 
-    # the second, to the quantized weights
-    files = names_in_files(base.model)
-    second = {
-        name: delta.view_as(weight).to(weight.device)
-        for name, weight in base.weights.items()
-        if (delta := step.delta(files[name])) is not None
-    }
 
-    theta_norm = math.sqrt(dot(base.weights, base.weights))
-    plane = Plane(base.weights, first, second)
-    with torch.no_grad():  # the plane holds a copy of the base, from which it sets the weights
-        for name in second:
-            tensor = step.quantized[files[name]]
-            base.weights[name].copy_(tensor.read(0, tensor.shape[0]).view_as(base.weights[name]))
+def losses_from_files(losses: SequenceLosses, corner: Corner) -> Tensor:
+    """Return the losses of a model that was just loaded; UserError if one is not finite."""
+    losses_B = losses()
+    check_finite(str(corner.path), losses_B, "give weights that are finite")
+    return losses_B
 
-    # The base holds the quantized weights now: its loss is that of the third point.
-    measured = _measured(
-        plane, base, {"base": base_B, "previous": before_B, "quantized": base()}, settings, ranks
-    )
 
-    spec = settings.model_dump(mode="json") | {
-        "plane": "checkpoints",
-        "previous": identify(previous),
-        "quantized": {"path": str(quantized), "spec": step.spec},
-        "name": f"slice-{quantized.resolve().name}",
-        "sequence_length": batches.sequence_length,
-        "data": batches.described,
-        "precision": "fp32",
-        "attention": "sdpa",
-    }
-    size = sum(weight.numel() for weight in base.weights.values())
+def measure(
+    paths: Sequence[Path],
+    names: Sequence[str],
+    settings: SliceSettings,
+    data_prefix: Path,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """Return the content of result.json of the plane through three models, without writing it.
+
+    Each is an HF directory or a result with dequantized weights. Their weights are in memory twice.
+
+    Raises:
+        UserError: models, text and settings do not fit, a loss is not finite, or a point of the
+            plane does not have the loss of its files.
+    """
+    clock = time.perf_counter()
+    # What does not fit is refused before a weight is read.
+    corners = Corners([open_corner(path) for path in paths])
+    base = corners.corners[0]
+    sequences = open_sequences(base.hf_dir, settings, data_prefix)
+    identities = [identify(corner.hf_dir) if ranks.rank == 0 else {} for corner in corners.corners]
+    gram = corners.gram(ranks)
+    plane = through_three(gram.differences_NN)
+
+    # The base comes last: its model is the one that moves, and no other is in memory by then.
+    direct = {}
+    for name, corner in reversed(list(zip(names, corners.corners, strict=True))):
+        losses = load_losses(corner, sequences, ranks)
+        direct[name] = losses_from_files(losses, corner)
+        if corner is not base:
+            del losses
+    direct = {name: direct[name] for name in names}
+
+    measured = _measured(corners, plane, losses, direct, settings, ranks)
+    points = [
+        {"name": name, **identity, "path": str(corner.path), "spec": corner.spec}
+        for name, corner, identity in zip(names, corners.corners, identities, strict=True)
+    ]
+    spec = settings.model_dump(mode="json") | {"plane": points, "name": f"slice-{names[-1]}"}
+    spec |= sequences.described | {"precision": "fp32", "attention": "sdpa"}
+    size = sum(weight.numel() for weight in losses.weights.values())
     return {
-        "model": identity,
+        "model": identities[0],
         "spec": spec,
-        "measured": measured | {"parameters": size, "theta_norm": theta_norm, "units": UNITS},
+        "measured": measured | {"parameters": size, "theta_norm": gram.theta_norm, "units": UNITS},
         "environment": environment() | {"seconds": time.perf_counter() - clock},
     }
 
 
 def _measured(
+    corners: Corners,
     plane: Plane,
     losses: SequenceLosses,
     direct: dict[str, Tensor],
@@ -137,32 +149,59 @@ def _measured(
 ) -> dict[str, Any]:
     """Return the named points and the grid. `direct` are the points' losses from their files."""
     named = [PlanePoint(0.0, 0.0), *plane.ends]
-    losses_QB = losses_at(plane, losses, named, ranks, "points")
+    at_points = [plane.coefficients(point) for point in named]
+    losses_QB = losses_at(corners, losses, at_points, ranks, "points")
     # Refused before the grid is paid for.
     points = [
-        _described(name, point, direct_B, losses_B, losses_QB[0])
+        {"name": name, "x": point.x, "y": point.y}
+        | described_losses(losses_B, losses_QB[0])
+        | checked_losses(name, direct_B, losses_B)
         for (name, direct_B), point, losses_B in zip(direct.items(), named, losses_QB, strict=True)
     ]
     lengths = [math.hypot(*end) for end in plane.ends]
-    margin = settings.extent * max(lengths)
-    x_X, y_Y = (
-        grid_coordinates([point[axis] for point in named], margin, settings.grid)
-        for axis in range(2)
-    )
-    grid_QB = losses_at(plane, losses, [PlanePoint(x, y) for y in y_Y for x in x_X], ranks, "grid")
-    # The points were listed row by row of y.
-    loss_YX = grid_QB.view(settings.grid, settings.grid, -1).mean(dim=-1)
     return {
         "points": points,
-        "directions": {"lengths": lengths, "cosine": plane.cosine},
-        "grid": {"x": x_X, "y": y_Y, "loss": loss_YX.tolist()},
+        "directions": {"lengths": lengths, "cosine": plane.ends[1].x / lengths[1]},
+        "grid": measured_grid(corners, plane, losses, named, max(lengths), settings, ranks),
     }
 
 
-def _described(
-    name: str, point: PlanePoint, direct_B: Tensor, losses_B: Tensor, base_B: Tensor
+def measured_grid(
+    corners: Corners,
+    plane: Plane,
+    losses: SequenceLosses,
+    points: Sequence[PlanePoint],
+    length: float,
+    settings: SliceSettings,
+    ranks: Ranks,
 ) -> dict[str, Any]:
-    """Return a point with its losses on the plane and from its own files.
+    """Return coordinates and losses of a grid that holds all points.
+
+    It reaches `settings.extent` times `length` beyond them.
+    """
+    margin = settings.extent * length
+    x_X, y_Y = (
+        grid_coordinates([point[axis] for point in points], margin, settings.grid)
+        for axis in range(2)
+    )
+    loss_YX = losses_on_grid(corners, plane, losses, x_X, y_Y, ranks).mean(dim=-1)
+    return {"x": x_X, "y": y_Y, "loss": loss_YX.tolist()}
+
+
+def described_losses(losses_B: Tensor, base_B: Tensor) -> dict[str, Any]:
+    """Return the loss of a point, its increase over another's, and their standard errors."""
+    increase_B = losses_B - base_B  # paired over sequences
+    return {
+        "loss": float(losses_B.mean()),
+        "standard_error": _standard_error(losses_B),
+        "increase": float(increase_B.mean()),
+        "increase_standard_error": _standard_error(increase_B),
+        "losses": losses_B.tolist(),
+    }
+
+
+def checked_losses(name: str, direct_B: Tensor, losses_B: Tensor) -> dict[str, Any]:
+    """Return a point's loss from its own files, beside that of the same weights put together.
 
     Raises:
         UserError: the two differ by more than rounding.
@@ -175,19 +214,7 @@ def _described(
             f" files, {difference:.1e} apart (at most {POINT_TOLERANCE:g}): not the same weights;"
             " export or quantize again"
         )
-    increase_B = losses_B - base_B  # paired over sequences
-    return {
-        "name": name,
-        "x": point.x,
-        "y": point.y,
-        "loss": loss,
-        "standard_error": _standard_error(losses_B),
-        "increase": float(increase_B.mean()),
-        "increase_standard_error": _standard_error(increase_B),
-        "losses": losses_B.tolist(),
-        "loss_from_files": from_files,
-        "relative_difference": difference,
-    }
+    return {"loss_from_files": from_files, "relative_difference": difference}
 
 
 def _standard_error(values_B: Tensor) -> float:

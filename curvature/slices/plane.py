@@ -1,10 +1,11 @@
-"""A plane through a model's weights: places of points, in true distances, and the losses at them.
+"""A plane through models' weights: places of points in true distances, and the losses at them.
 
-theta(x, y) = base + a first + b second, with (x, y) the coordinates along the orthonormal axes that
-Gram-Schmidt makes of the two directions: x along `first`, y along the part of `second` that is
-orthogonal to it.
+Every point is a sum of coefficients times models, theta(x, y) = sum_i c_i theta_i with sum_i c_i =
+1, and (x, y) are Euclidean distances along orthonormal axes. `curvature.slices.corners` puts the
+weights together.
 
-Shapes: B sequences, S positions of a sequence, V vocabulary, Q points.
+Shapes: B sequences, S positions of a sequence, V vocabulary, Q points, N models, Y and X
+coordinates of the grid.
 """
 
 import math
@@ -18,22 +19,9 @@ from transformers import PreTrainedModel
 from base.errors import UserError
 from base.progress import Progress
 from base.ranks import Ranks
+from curvature.slices.corners import Corners
 
 SMALLEST_ANGLE = 1e-3  # radians between two directions that span a plane
-
-
-def dot(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """Return the inner product in float64, over the tensors that both have: an absent one is 0.
-
-    Example:
-        >>> dot({"a": torch.ones(2), "b": torch.ones(3)}, {"a": torch.tensor([1.0, 2.0])})
-        3.0
-    """
-    return sum(
-        float(first[name].detach().double().flatten() @ second[name].detach().double().flatten())
-        for name in first
-        if name in second
-    )
 
 
 class PlanePoint(NamedTuple):
@@ -43,64 +31,61 @@ class PlanePoint(NamedTuple):
     y: float
 
 
-class Plane:
-    """The plane spanned by two directions at a model's weights, which it overwrites.
-
-    Holds the weights four times: the model's own, a copy of the base, and both directions, in which
-    an absent tensor does not move.
+class Plane(NamedTuple):
+    """A plane as coefficients on N models.
 
     Attributes:
-        ends: theta = base + first, and theta = base + second.
+        origin_N: the place (0, 0); they sum to 1.
+        first_N, second_N: the directions that span it, the first along x; they sum to 0.
+        ends: the places of origin + first, and of origin + second.
 
-    Raises:
-        UserError: the directions span no plane.
-
-    Example: y is orthogonal to x, so (3, 4) of the second direction is 3 along x and 4 along y.
-        >>> weights = {"w": torch.zeros(2)}
-        >>> first, second = {"w": torch.tensor([2.0, 0.0])}, {"w": torch.tensor([3.0, 4.0])}
-        >>> plane = Plane(weights, first, second)
-        >>> plane.move(PlanePoint(0.0, 4.0))
-        >>> plane.ends[1], weights["w"].tolist()
-        (PlanePoint(x=3.0, y=4.0), [0.0, 4.0])
+    Example: y is orthogonal to x, so the second direction is 3 along x and 4 along y.
+        >>> squares = torch.tensor([[0.0, 0.0, 0.0], [0.0, 4.0, 6.0], [0.0, 6.0, 25.0]])
+        >>> plane = through_three(squares.double())
+        >>> plane.ends
+        (PlanePoint(x=2.0, y=0.0), PlanePoint(x=3.0, y=4.0))
+        >>> plane.coefficients(PlanePoint(3.0, 4.0))
+        [0.0, 0.0, 1.0]
     """
 
-    def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        first: Mapping[str, Tensor],
-        second: Mapping[str, Tensor],
-    ) -> None:
-        lengths = [math.sqrt(dot(direction, direction)) for direction in (first, second)]
-        if not all(0 < length < math.inf for length in lengths):
-            raise UserError(
-                f"the directions have lengths {lengths}, no plane; give points that differ from the"
-                " model"
-            )
-        along = dot(first, second) / lengths[0]
-        # Rounding may make the difference negative where the directions are nearly parallel.
-        across = math.sqrt(max(lengths[1] ** 2 - along**2, 0.0))
-        if across < SMALLEST_ANGLE * lengths[1]:
-            raise UserError(
-                "both points are on one line with the model, which is not a plane; give another"
-                " point"
-            )
-        self.ends = PlanePoint(lengths[0], 0.0), PlanePoint(along, across)
-        self.cosine = along / lengths[1]
-        self._weights, self._first, self._second = weights, first, second
-        self._base = {name: weight.detach().clone() for name, weight in weights.items()}
+    origin_N: list[float]
+    first_N: list[float]
+    second_N: list[float]
+    ends: tuple[PlanePoint, PlanePoint]
 
-    @torch.no_grad()
-    def move(self, point: PlanePoint) -> None:
-        """Set the weights to those at a point, always from the base: no rounding adds up."""
+    def coefficients(self, point: PlanePoint) -> list[float]:
+        """Return those of a point, exact at the origin and at both ends."""
         # `second` alone has a part along y, so b comes first and a from what is left along x.
         b = point.y / self.ends[1].y
-        a = (point.x - b * self.ends[1].x) / self.ends[0].x  # exact at the base and the ends
-        for name, weight in self._weights.items():
-            weight.copy_(self._base[name])
-            if name in self._first:
-                weight.add_(self._first[name], alpha=a)
-            if name in self._second:
-                weight.add_(self._second[name], alpha=b)
+        a = (point.x - b * self.ends[1].x) / self.ends[0].x
+        directions = zip(self.origin_N, self.first_N, self.second_N, strict=True)
+        return [origin + a * first + b * second for origin, first, second in directions]
+
+
+def through_three(differences_NN: Tensor) -> Plane:
+    """Return the plane through three models, with the first at its origin and x to the second.
+
+    Args:
+        differences_NN: inner products of their differences from the first, float64 [3, 3].
+
+    Raises:
+        UserError: two of them are equal, or all are on one line.
+    """
+    # Rounding may make a square negative where two models are nearly the same.
+    lengths = [math.sqrt(max(float(differences_NN[i, i]), 0.0)) for i in (1, 2)]
+    if not all(0 < length < math.inf for length in lengths):
+        raise UserError(
+            f"the directions have lengths {lengths}, no plane; give points that differ from the"
+            " first"
+        )
+    along = float(differences_NN[1, 2]) / lengths[0]
+    across = math.sqrt(max(lengths[1] ** 2 - along**2, 0.0))
+    if across < SMALLEST_ANGLE * lengths[1]:
+        raise UserError(
+            "the three points are on one line, which is not a plane; give another point"
+        )
+    ends = PlanePoint(lengths[0], 0.0), PlanePoint(along, across)
+    return Plane([1.0, 0.0, 0.0], [-1.0, 1.0, 0.0], [-1.0, 0.0, 1.0], ends)
 
 
 class SequenceLosses:
@@ -127,29 +112,104 @@ class SequenceLosses:
         return logits_BSV.logsumexp(dim=-1) - logits_BSV.gather(-1, labels_BS1).squeeze(-1)
 
 
+class Walk:
+    """A model whose weights are moved over a plane, in memory twice: its own, and a direction.
+
+    A row of the grid begins with weights put together from the files. From there each step adds
+    the direction along x. A step rounds as any sum in fp32 does, some 6e-8 of a weight, and rows
+    take a few dozen.
+    """
+
+    def __init__(self, corners: Corners, plane: Plane, losses: SequenceLosses) -> None:
+        self._corners, self._plane, self._losses = corners, plane, losses
+        weights: Mapping[str, Tensor] = losses.weights
+        self._along = {name: torch.empty_like(weight) for name, weight in weights.items()}
+        corners.combine(plane.first_N, self._along)
+
+    @torch.no_grad()
+    def half_row(self, y: float, x_X: Sequence[float]) -> list[Tensor]:
+        """Return the losses at places of a row, each a step from the one before, from x = 0 on."""
+        self._corners.combine(self._plane.coefficients(PlanePoint(0.0, y)), self._losses.weights)
+        losses, here = [], 0.0
+        for x in x_X:
+            step = (x - here) / self._plane.ends[0].x
+            if step:
+                for name, weight in self._losses.weights.items():
+                    weight.add_(self._along[name], alpha=step)
+            losses.append(self._losses())
+            here = x
+        return losses
+
+
 def losses_at(
-    plane: Plane, losses: SequenceLosses, points: Sequence[PlanePoint], ranks: Ranks, label: str
+    corners: Corners,
+    losses: SequenceLosses,
+    coefficients_QN: Sequence[Sequence[float]],
+    ranks: Ranks,
+    label: str,
 ) -> Tensor:
     """Return the losses of every sequence at every point, nats per token, float64 [Q, B].
 
-    The ranks share the points out, and every rank has all losses in the end.
+    The ranks share the points out, and every rank has all losses in the end. The weights are in
+    memory once.
 
     Raises:
         UserError: a loss is not finite.
     """
     # Points of other ranks stay 0, so the sum over the ranks fills them in.
-    losses_QB = torch.zeros(len(points), losses.sequences, dtype=torch.float64)
-    share = ranks.share(len(points))
+    losses_QB = torch.zeros(len(coefficients_QN), losses.sequences, dtype=torch.float64)
+    share = ranks.share(len(coefficients_QN))
     with Progress(label, total=len(share)) as progress:
         for index in share:
-            plane.move(points[index])
+            corners.combine(coefficients_QN[index], losses.weights)
             losses_QB[index] = losses()
             progress.advance(loss=float(losses_QB[index].mean()))
     ranks.sum(losses_QB)
     # Checked after the sum, where all ranks see the same losses and stop together.
-    for point, losses_B in zip(points, losses_QB, strict=True):
-        check_finite(f"x {point.x:.4g}, y {point.y:.4g}", losses_B, "give other models")
+    for coefficients_N, losses_B in zip(coefficients_QN, losses_QB, strict=True):
+        words = " + ".join(
+            f"{factor:.3g} {corner.path}"
+            for factor, corner in zip(coefficients_N, corners.corners, strict=True)
+            if factor
+        )
+        check_finite(words, losses_B, "give other models")
     return losses_QB
+
+
+def losses_on_grid(
+    corners: Corners,
+    plane: Plane,
+    losses: SequenceLosses,
+    x_X: Sequence[float],
+    y_Y: Sequence[float],
+    ranks: Ranks,
+) -> Tensor:
+    """Return the losses of every sequence on a grid, nats per token, float64 [Y, X, B].
+
+    0 is among the x. The ranks share the halves of rows on both sides of it, so that no loss
+    depends on their number.
+
+    Raises:
+        UserError: a loss is not finite.
+    """
+    origin = x_X.index(0.0)
+    # Outwards from 0, where a row begins: so few roundings add up, and none at 0.
+    sides = range(origin, len(x_X)), range(origin - 1, -1, -1)
+    halves = [(row, columns) for row in range(len(y_Y)) for columns in sides]
+    share = [halves[index] for index in ranks.share(len(halves))]
+    losses_YXB = torch.zeros(len(y_Y), len(x_X), losses.sequences, dtype=torch.float64)
+    walk = Walk(corners, plane, losses)
+    with Progress("grid", total=sum(len(columns) for _, columns in share)) as progress:
+        for row, columns in share:
+            half = walk.half_row(y_Y[row], [x_X[column] for column in columns])
+            for column, losses_B in zip(columns, half, strict=True):
+                losses_YXB[row, column] = losses_B
+                progress.advance(loss=float(losses_B.mean()))
+    ranks.sum(losses_YXB)
+    for y, losses_XB in zip(y_Y, losses_YXB, strict=True):
+        for x, losses_B in zip(x_X, losses_XB, strict=True):
+            check_finite(f"x {x:.4g}, y {y:.4g}", losses_B, "give other models")
+    return losses_YXB
 
 
 def check_finite(point: str, losses_B: Tensor, next_action: str) -> None:

@@ -18,12 +18,12 @@ from curvature.slices.figure import (
     INK,
     LOOK,
     MARKERS,
-    SYMBOLS,
     add_colour_bar,
     costs,
     draw_plane,
     increase_over,
     levels_of,
+    symbol_of,
 )
 from study.figures.canvas import Canvas
 from study.figures.charts import NATS, Rows
@@ -99,13 +99,13 @@ def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Pic
         axis.set_title(f"{heading} {label}", loc="left", pad=36)
     axes[0].set_ylabel(Y.replace(", ", ",\n"))
     bar = axes[-1].inset_axes((1.06, 0.0, BAR_INCHES / (HEIGHT * shape), 1.0))
-    add_colour_bar(picture, filled, bar)
+    add_colour_bar(picture, filled, bar, symbol_of("base"))
 
     names = NAMES | {"quantized": f"quantized: {spec_title(spec)}"}
     look: Any = {"linestyle": "none", "color": "white", "markeredgecolor": INK, "markersize": 6.5}
     handles = [
-        Line2D([], [], marker=MARKERS[name], label=f"{SYMBOLS[name]}  {words}", **look)
-        for name, words in names.items()
+        Line2D([], [], marker=marker, label=f"{symbol_of(name)}  {words}", **look)
+        for marker, (name, words) in zip(MARKERS, names.items(), strict=True)
     ]
     columns = len(handles) if width > 9 else 1  # a narrow figure has them below each other
     picture.legend(handles=handles, loc="outside upper left", ncols=columns)

@@ -5,7 +5,16 @@ from dynamics.recipes import captions
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
-from study.recipes.parts import DRAWS, SMALL_TEXT, data_of, recipe, study, sweep
+from study.planes import NamedPlane
+from study.recipes.parts import (
+    DRAWS,
+    SMALL_TEXT,
+    data_of,
+    learning_rate_name,
+    recipe,
+    study,
+    sweep,
+)
 from study.soups import SoupSettings
 from study.text_kinds import PackageSources
 from train.model.presets import olmo2
@@ -93,12 +102,18 @@ def tiny(*, smoke: bool = False) -> Study:
             block_tokens=12_288,
         )
     pairs = 4 if smoke else 16
+    peaks = (3e-3, 3e-2) if smoke else PEAKS
+    # The ends of the first peak's runs, of the first seed, at the same step.
+    name, seed = learning_rate_name(peaks[0]), "" if smoke else f"-seed{SEEDS[0]}"
+    stable = f"{name}-control{seed}@{saves[-1]}"
+    points = {"constant rate": stable, "annealed": f"{name}{seed}@{saves[-1]}"}
+    points["average"] = f"{stable}/lawa5x{4 if smoke else 16}"
 
     def of_peak(name: str, peak_lr: float) -> RunConfig:
         return run(name, peak_lr, saves=saves, smoke=smoke)
 
     return study(
-        sweep(of_peak, peak_lr=(3e-3, 3e-2) if smoke else PEAKS),
+        sweep(of_peak, peak_lr=peaks),
         sources=(
             "schedule: arXiv 2501.00656, section 4.1, figure 11",
             "quantization, curvature, averages: arXiv 2510.06213, sections 3 to 6, appendix C",
@@ -118,6 +133,7 @@ def tiny(*, smoke: bool = False) -> Study:
         step=PredictionSettings(microbatches=2 if smoke else 8),
         slice=PlaneSettings(grid=5 if smoke else 9, sequences=4 if smoke else 8),
         captions=captions.of_peaks("with 0.2M parameters and 1M tokens"),
+        planes=(NamedPlane(name="ends", points=points),),
         averaged_steps=saves[-1:],
         soups=(SoupSettings(name="soup-anneal", steps=saves),) if smoke else (),
     )

@@ -17,8 +17,10 @@ from dynamics.recipes.web import (
 from study.axes import amount_name
 from study.definition import Study
 from study.design import with_controls
+from study.planes import NamedPlane
 from study.recipes.parts import (
     SMALL_CURVATURE,
+    SMALL_PLANE,
     SMALL_QUANTIZATION,
     SMALL_TEXT,
     annealed,
@@ -211,6 +213,7 @@ SMOKE = Size(
         "sized_for": "cpu",
         "quantization": SMALL_QUANTIZATION,
         "curvature": SMALL_CURVATURE,
+        "slice": SMALL_PLANE,
     },
     end=80,
     warmup=4,
@@ -393,6 +396,20 @@ def data_volumes(size: Size) -> list[RunConfig]:
     return [*cosines, *cooldowns(size, size.doublings, size.cooldown, **of_model)]
 
 
+def end_plane(size: Size, stable: str, annealed: str, *, average: str = "") -> NamedPlane:
+    """Return the plane of the ends of two runs at the same step, with and without an anneal.
+
+    The third point is an average of the one without, or else the annealed weights at 3 bits.
+    """
+    spec = size.measured["quantization"].specs[0]
+    points = {"constant rate": f"{stable}@{size.end}", "annealed": f"{annealed}@{size.end}"}
+    if average:
+        third = {"average": f"{stable}@{size.end}/{average}"}
+    else:
+        third = {"annealed, quantized": f"{annealed}@{size.end}/{spec}"}
+    return NamedPlane(name="ends", points=points | third)
+
+
 def measured(runs: Iterable[RunConfig], size: Size, *followed: str, **settings: Any) -> Study:
     """Return the study of runs with what all these recipes measure.
 
@@ -414,11 +431,13 @@ def pythia_160m_lr(*, smoke: bool = False) -> Study:
     arXiv 2510.06213, section 5.1. The rates fall over the last fifth, as its figure has them.
     """
     size = size_of(smoke)
+    name = learning_rate_name(size.peak)
     return measured(
         learning_rates(size),
         size,
         f"cooldown: from 80e9 to 100e9 tokens, as in the authors' figure of the sweep; {APPENDIX}",
         captions=captions.SWEEP,
+        planes=(end_plane(size, f"{name}-control", name),),
     )
 
 
@@ -494,6 +513,8 @@ def pythia_160m_budgets(*, smoke: bool = False) -> Study:
         f"cooldowns: 18,000 steps, as in landscape.py and the authors' figure; {APPENDIX}",
         captions=captions.BUDGETS,
         labels=CONSTANT,
+        planes=(end_plane(size, STABLE, budget_name("wsd", size.budgets[-1], size)),),
+        pca=size.measured["slice"],
     )
 
 
@@ -506,7 +527,7 @@ def pythia_160m_lawa(*, smoke: bool = False) -> Study:
     those of the budgets. Checkpoints 8,000 steps apart are this project's choice.
     """
     size = size_of(smoke)
-    runs = averages(size)
+    runs, longest = averages(size), budget_name("wsd", size.lawa_ends[-1], size)
     return measured(
         runs,
         size,
@@ -517,6 +538,8 @@ def pythia_160m_lawa(*, smoke: bool = False) -> Study:
         averaged_steps=averaged_steps(size, runs),
         captions=captions.LAWA,
         labels=CONSTANT,
+        planes=(end_plane(size, STABLE, longest, average=runs[0].averages[0].name),),
+        pca=size.measured["slice"],
     )
 
 

@@ -98,7 +98,7 @@ def parts_of(size: Size) -> list[tuple[Experiment, list[RunConfig]]]:
             "budgets",
             "Section 4.1: token budgets",
             experiments_of.budgets(size),
-            figures=(*ALONG, "ends", *FURTHER),
+            figures=(*ALONG, "ends", *FURTHER, "trajectory_plane"),
             captions=captions.BUDGETS,
             claims=("budgets", "tokens", "surge"),
         ),
@@ -122,7 +122,7 @@ def parts_of(size: Size) -> list[tuple[Experiment, list[RunConfig]]]:
             "averages",
             "Figure 4: averages of weights",
             averaged,
-            figures=("averages", *ALONG),
+            figures=("averages", *ALONG, "planes", "trajectory_plane"),
             captions=captions.LAWA,
             claims=("averages", "flat-averages"),
         ),
@@ -240,7 +240,12 @@ def tiny_paper(*, smoke: bool = False) -> Study:
     """
     size = SMOKE if smoke else TINY
     experiments, runs = together(parts_of(size))
-    averaged = experiments_of.averaged_steps(size, experiments_of.averages(size))
+    of_averages = experiments_of.averages(size)
+    averaged = experiments_of.averaged_steps(size, of_averages)
+    # The ends of the runs of the first seed, by the names that they have in the study.
+    part = next(each for each in experiments if each.name == "averages")
+    seed = "" if smoke else f"-seed{SEEDS[0]}"
+    stable, *_, longest = (f"{name}{seed}" for name in part.runs)
     return study(
         runs,
         sources=SOURCES,
@@ -248,5 +253,11 @@ def tiny_paper(*, smoke: bool = False) -> Study:
         seeds=() if smoke else SEEDS,
         experiments=experiments,
         averaged_steps=averaged,
+        planes=(
+            experiments_of.end_plane(
+                size, stable, longest, average=of_averages[0].averages[0].name
+            ),
+        ),
+        pca=size.measured["slice"],
         **size.measured,
     )

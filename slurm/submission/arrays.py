@@ -45,11 +45,13 @@ class _Planner:
     def __init__(self, study: Study, limits: JobLimits) -> None:
         self.study, self.limits, self.steps = study, limits, pipeline.steps_of(study)
         # Kinds of measurement that are made as soon as a model is there, with the site's table of
-        # their resources, and kinds that are made at the end of a run.
+        # their resources, kinds that are made at the end of a run, and those of several models.
         self.at_each_model: dict[str, JobKind] = {}
-        self.at_the_end: set[str] = set()
+        self.at_the_end, self.kinds_of_several = set[str](), set[str]()
         for kind, settings in study.measurements:
-            if kind.at_the_end(settings):
+            if kind.models == "several":
+                self.kinds_of_several.add(kind.name)
+            elif kind.at_the_end(settings):
                 self.at_the_end.add(kind.name)
             else:
                 self.at_each_model[kind.name] = "curvature" if kind.shares_model else "quantize"
@@ -62,6 +64,7 @@ class _Planner:
             if making:
                 yield from self.chain(suffix, making)
         yield from self.ends()
+        yield from self.of_several()
         yield from self.arrays(FINAL, "light", [pipeline.FINAL])
 
     def texts(self) -> Iterator[JobArray]:
@@ -152,6 +155,15 @@ class _Planner:
         by_run = grouped(at_the_end, lambda step: step.run)
         elements = [tuple(step.name for step in steps) for steps in by_run.values()]
         yield from self.arrays("ends", "quantize", elements)
+
+    def of_several(self) -> Iterator[JobArray]:
+        """Yield an element per plane, after those that quantize models for them."""
+        steps = [step for step in self.steps if step.kind in self.kinds_of_several]
+        read = {name for step in steps for name in step.after}
+        quantizing = [(step.name,) for step in steps if step.name in read]
+        yield from self.arrays("dense", "quantize", quantizing)
+        planes = [(step.name,) for step in steps if step.name not in read]
+        yield from self.arrays("planes", "quantize", planes)
 
     def arrays(self, name: str, kind: JobKind, elements: Elements) -> Iterator[JobArray]:
         """Yield arrays of these elements, as many as they need."""

@@ -34,11 +34,16 @@ def needed_bytes(study: Study) -> dict[str, int]:
     runs = study.trained
     models = {run.name: len(study.models_of(run)) for run in runs}
     specs = len(study.quantization.by_block)
+    # Each once, however many planes go through it.
+    points = {point for plane in study.resolved_planes for point in plane.points.values()}
+    quantized = [point.run for point in points if point.spec]
     exports = sum(models[run.name] * parameter_count(run) * bytes_of_weight(run) for run in runs)
     return {
         CHECKPOINTS: sum(checkpoint_bytes(run).kept for run in runs),
         EXPORTS: exports,
-        DENSE: sum(specs * _linear_parameters(run) * FP32 for run in runs),
+        DENSE: sum(
+            (specs + quantized.count(run.name)) * _linear_parameters(run) * FP32 for run in runs
+        ),
     }
 
 
@@ -83,7 +88,7 @@ def check_room(
     for run in study.trained:
         directory = RunDirectory(root / study.name / run.name)
         # Quantized weights lie below the exports and are counted as a kind of their own.
-        dense = sum(_size_of(path) for path in directory.hf.glob("*/blocks/*/dense"))
+        dense = sum(_size_of(path) for path in directory.hf.glob("*/*/*/dense"))
         present[CHECKPOINTS] += _size_of(directory.checkpoints)
         present[RESTARTS] += _size_of(directory.restarts)
         present[EXPORTS] += _size_of(directory.hf) - dense

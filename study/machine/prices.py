@@ -130,9 +130,25 @@ class PricedModel:
 
     def slice(self, _: Step) -> float:
         """Return the seconds of the losses on the points of a plane."""
-        settings = self.study.slice
+        return self._losses_on_plane(self.study.slice, 0)
+
+    def plane(self, step: Step) -> float:
+        """Return the seconds of the losses on a named plane, or of quantizing one of its points."""
+        if not step.specs:
+            return self.slice(step)
+        settings = self.study.quantization
+        evaluating = self.forward(settings.block_tokens, settings, settings.dtype)
+        return self.quantizing(_spec(step), settings) + 2 * evaluating
+
+    def pca(self, step: Step) -> float:
+        """Return the seconds of the losses on a trajectory's plane, and of two per checkpoint."""
+        assert self.study.pca
+        # It comes after what makes the checkpoints, and a text or none.
+        return self._losses_on_plane(self.study.pca, 2 * len(step.after))
+
+    def _losses_on_plane(self, settings: PlaneSettings, others: int) -> float:
         tokens = settings.sequences * self.length(settings)
-        return settings.grid**2 * self.forward(tokens, settings, "fp32")
+        return (settings.grid**2 + others) * self.forward(tokens, settings, "fp32")
 
 
 def _spec(step: Step) -> str:
@@ -147,6 +163,8 @@ PRICES: Mapping[str, Callable[[PricedModel, Step], float]] = {  # of every kind 
     "curvature": PricedModel.curvature,
     "step": PricedModel.step,
     "slice": PricedModel.slice,
+    "plane": PricedModel.plane,
+    "pca": PricedModel.pca,
 }
 
 

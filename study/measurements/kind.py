@@ -74,6 +74,10 @@ class Subject:
         return Step(name, kind, head, outputs, names, reads, run=self.run, **more)
 
 
+# All measured models of a study, by the names of their runs.
+Subjects = Mapping[tuple[str, MeasuredModel], Subject]
+
+
 def options(command: type[BaseModel], settings: BaseModel, **decided: Any) -> tuple[str, ...]:
     """Return the options of a command: the settings that a study holds, and what it decides.
 
@@ -204,20 +208,22 @@ class TabledResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind[Settings]:
-    """A kind of measurement.
+    """A kind of measurement: of one model at a time by `steps`, or of several by `together`.
 
     A step that needs another kind's finds it among those made for the model before, by kind.
     """
 
     name: str
-    models: Literal["all", "weights", "last"]  # every one, all but averages, the last of each run
-    steps: Callable[[Settings, Subject, Mapping[str, list[Step]]], list[Step]]
+    # every one, all but averages, the last of each run; or several models at once, of any runs
+    models: Literal["all", "weights", "last", "several"]
+    steps: Callable[[Settings, Subject, Mapping[str, list[Step]]], list[Step]] = lambda *_: []
     tabled: Callable[[Settings], list[TabledResult]] = lambda _: []  # its results in the table
     averages: Callable[[Settings], bool] = lambda _: False  # of weights too, where it is of weights
     along: Callable[[Settings], bool] = lambda _: False  # of all weights, where it is of the last
     shares_work: bool = False  # several processes share the work on whole models
     shares_model: bool = False  # several GPUs share a model that is too large for one
     online: bool = False  # it may reach the network
+    together: Callable[[Settings, Subjects], list[Step]] = lambda *_: []
 
     def at_the_end(self, settings: Settings) -> bool:
         """Return whether the kind measures the last model of a run alone."""
@@ -225,6 +231,8 @@ class Kind[Settings]:
 
     def measures(self, settings: Settings, model: MeasuredModel, last: MeasuredModel) -> bool:
         """Return whether the kind measures a model of a run that ends with `last`."""
+        if self.models == "several":
+            return False
         if self.at_the_end(settings):
             return model == last
         return self.models == "all" or model.average is None or self.averages(settings)

@@ -220,6 +220,27 @@ def _block_steps(
     ]
 
 
+def dense_step(kind: str, spec: str, settings: QuantizationSettings, subject: Subject) -> Step:
+    """Return the step that keeps a model's weights as a spec rounds them, by one draw.
+
+    Its result is at RUN/hf/MODEL/dense/SPEC/result.json.
+    """
+    path = result(subject.run, subject.model, "dense", spec)
+    # The loss comes along; that of few tokens is enough.
+    few = {"eval_tokens": settings.block_tokens, "calibration_seeds": 1}
+    chosen = _options((spec,), settings.model_copy(update=few), subject, dense=True)
+    out = ("--out", f"{{study}}/{Path(path).parent}")
+    return subject.step(
+        kind,
+        f"dense-{subject.run}-{subject.name}-{spec}",
+        (*_launched((spec,)), subject.hf),
+        (path,),
+        uses=_uses((spec,)),
+        specs=("--spec", spec),
+        tail=(*chosen, *out),
+    )
+
+
 def _of_figure(figure: Column, spec: str) -> list[Reading]:
     """Return what the table has of a figure: value, interval, and standard errors by source."""
     name = figure.of(spec)

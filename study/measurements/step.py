@@ -29,6 +29,10 @@ RATIOS = (  # of curvatures; of nothing there is none
 COLUMNS = (*TERMS, DIFFERENCE, *RATIOS)
 
 
+# Names of the models of a slice: the last checkpoint, the one before, and the quantized last one.
+SLICE_POINTS = ("base", "previous", "quantized")
+
+
 class Along[Settings](NamedTuple):
     """The quantization steps that a measurement is along, by spec, and its settings."""
 
@@ -85,16 +89,18 @@ def _slice_steps(
     # The plane goes through both checkpoints and the quantized one, so it reads all three.
     (blocks,), before = steps_by_kind["blocks"], subject.before
     assert before, "a study with steps saves two checkpoints of each run"
-    models = ("--previous", before.hf, *_quantized(blocks.outputs[:1]))
-    text = ("--data", subject.texts["held_out"].prefix)
+    quantized = f"{{study}}/{Path(blocks.outputs[0]).parent}"
+    result = curvature_result(subject.run, subject.model, f"slice-{along.specs[0]}")
+    names = (word for name in SLICE_POINTS for word in ("--name", name))
+    text = ("--data", subject.texts["held_out"].prefix, "--out", f"{{study}}/{Path(result).parent}")
     chosen = options(SliceSettings, along.settings, device="{device}")
-    command = _command(subject, "slice", (*text, *models, *chosen))
+    command = _command(subject, "slice", (before.hf, quantized, *names, *text, *chosen))
     return [
         subject.step(
             "slice",
             f"slice-{subject.run}",
             command,
-            (curvature_result(subject.run, subject.model, f"slice-{along.specs[0]}"),),
+            (result,),
             uses=("held_out",),
             after=(before.making, blocks),
             expected_seconds=10.0,

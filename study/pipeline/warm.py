@@ -26,7 +26,7 @@ IMPORTED = (
     "ckpt_tools.averaging",
     "ckpt_tools.export",
     "curvature.measurement",
-    "curvature.slices.measurement",
+    "curvature.slices.principal",
     "curvature.step.measurement",
     "mlflow.store.tracking.sqlalchemy_store",
     "quant_eval.rounding.bitsandbytes",

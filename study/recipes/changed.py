@@ -52,8 +52,9 @@ def with_study_settings(study: Study, settings: tuple[str, ...]) -> Study:
     # Validated as a whole after all settings: one alone may not fit the rest.
     content |= {"name": name, "settings": settings, "runs": _changed_runs(study, change_run)}
     changed = as_model(Study, content, "--set")
-    unused = [each for each in settings if path_of(each).partition(".")[0] in ("step", "slice")]
-    if unused and not changed.quantization.by_block:
+    along = {"step", "slice"} - changed.measured_by.keys()
+    unused = [each for each in settings if path_of(each).partition(".")[0] in along]
+    if unused:
         raise UserError(
             f"--set {unused[0]}: {changed.name} measures nothing by block; give"
             " quantization.by_block, too"

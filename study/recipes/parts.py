@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 from base.frozen import fingerprint
+from curvature.settings import PlaneSettings
 from study.axes import AnyRun, Value, in_words
 from study.definition import Study
 from study.design import with_controls, with_seeds
@@ -45,6 +46,7 @@ SMALL_CURVATURE = CurvatureSettings(
     microbatch_sequences=2,
     fixed_sequences=4,
 )
+SMALL_PLANE = PlaneSettings(grid=5, sequences=4)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,9 @@ def summary(study: Study, *, whole: bool = False) -> Iterator[str]:
     for run in study.runs:
         if isinstance(run, ReleasedRun) and run.averages_in_words:
             yield from _wrapped(f"averages of {run.name}", "; ".join(run.averages_in_words))
+    for plane in study.planes:
+        points = ", ".join(f"{name} ({point})" for name, point in plane.points.items())
+        yield from _wrapped(f"plane {plane.name}", f"through {points}")
 
 
 def _text_words(text: Text, whole: bool) -> str:

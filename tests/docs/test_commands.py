@@ -32,6 +32,7 @@ SMALLER = (
     (r"runs/tiny\b(?!-)", f"runs/{NAME}"),
     (r"(study (status|mirror|choose-average)) tiny\b", rf"\1 {NAME}"),
     (r"lr2\.4e-2-seed1", "lr3e-2"),
+    (r"lr2\.4e-2-control-seed1", "lr3e-2-control"),
     (r"step00001024", "step00000072"),
     (r"step00000768", "step00000048"),
     (r"step00000500", "step00000016"),
@@ -51,6 +52,8 @@ SMALLER = (
     ),
     (r"curvature step", "curvature step --sequence-length 32 --microbatches 2"),
     (r"curvature slice", "curvature slice --grid 3 --sequences 2"),
+    # the smoke study has two checkpoints of a run, and averages beside them
+    (r"curvature pca (\S+)/step\*", r"curvature pca --grid 3 --sequences 2 \1/*00*"),
     (r"curvature hutchinson", "curvature hutchinson --pairs 2"),
     (r"(curvature hutchinson .*)(model --data)", r"\1--sequence-length 16 \2"),
     # a step of the anneal, which begins at step 48; two ranks divide a batch of eight

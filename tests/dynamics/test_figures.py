@@ -383,7 +383,7 @@ def test_slices_share_one_scale_of_colours_and_have_their_points(study_dir, stud
             line.get_marker(): tuple(float(np.asarray(data)[0]) for data in line.get_data())
             for line in axis.get_lines()
         }
-        assert marked == {MARKERS[name]: point for name, point in places.items()}
+        assert marked == dict(zip(MARKERS, places.values(), strict=True))
         text = next(label.get_text() for label in axis.texts if "\n" in label.get_text())
         # 0.08 at the one; 0.0008 + 0.032 - 0.002 at the other
         assert "+0.0800 \N{PLUS-MINUS SIGN} 0.0040" in text

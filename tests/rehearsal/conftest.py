@@ -33,6 +33,7 @@ def measured(out: Path) -> dict[str, Any]:
 MADE_ON_CPU = {
     "quant_eval/transforms/steps.py _inverse",
     "quant_eval/learned.py Rotations.__init__",
+    "curvature/slices/principal.py principal_plane",  # as many numbers as checkpoints squared
 }
 
 

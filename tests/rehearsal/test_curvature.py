@@ -85,19 +85,22 @@ def step(text, quantized):
 
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory, held_out_prefix, quantized):
-    """Options of a slice to another model and to the quantized one."""
-    directory = tmp_path_factory.mktemp("previous") / "model"
-    previous = make_hf_directory(directory, seed=1, num_hidden_layers=1, num_key_value_heads=2)
-    ends = ["--data", held_out_prefix, "--previous", previous, "--quantized", quantized]
-    return [*ends, "--grid", 3, "--sequences", 3]
+    """Words of a plane through the model and two others."""
+    root = tmp_path_factory.mktemp("others")
+    others = [
+        make_hf_directory(root / str(seed), seed=seed, num_hidden_layers=1, num_key_value_heads=2)
+        for seed in (1, 2)
+    ]
+    return [*others, "--data", held_out_prefix, "--grid", 3, "--sequences", 3]
 
 
 def test_a_step_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, step):
     rehearse(tmp_path, "curvature", "step", model, *step)
 
 
-def test_a_slice_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, plane):
-    rehearse(tmp_path, "curvature", "slice", model, *plane)
+@pytest.mark.parametrize("kind", ["slice", "pca"])
+def test_a_plane_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, plane, kind):
+    rehearse(tmp_path, "curvature", kind, model, *plane)
 
 
 @pytest.mark.parametrize(

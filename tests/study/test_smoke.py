@@ -20,7 +20,7 @@ from tests.study.smoke import BEFORE_THE_KILL, LAST_CHECKPOINT, NAME, SAID, fini
 FIGURES = {
     *("quantization_error", "kl_divergence", "losses", "averages", "methods"),
     *("methods_along_training", "blocks", "anneal_against_control", "error_against_curvature"),
-    *("ends", "full_against_quantized", "curvature", "prediction", "slices"),
+    *("ends", "full_against_quantized", "curvature", "prediction", "slices", "planes"),
 }
 
 
@@ -52,8 +52,9 @@ def check_the_end(study: Path, table: list[dict]) -> None:
             json.loads((curvature / f"{kind}-gptq-b3-g32/result.json").read_text())
             for kind in ("step", "slice")
         )
-        assert along["spec"]["quantized"]["path"] == plane["spec"]["quantized"]["path"]
-        assert Path(plane["spec"]["previous"]["path"]).name == "step00000048"
+        base, previous, quantized = (Path(point["path"]) for point in plane["spec"]["plane"])
+        assert along["spec"]["quantized"]["path"] == str(quantized)
+        assert (base.name, previous.name) == ("step00000072", "step00000048")
         check_the_step(along["measured"]["whole"], plane["measured"])
 
 

@@ -51,7 +51,8 @@ def test_tiny_has_a_step_for_everything_that_is_measured():
     for step in by_name.values():
         kinds[step.kind] = kinds.get(step.kind, 0) + 1
     # 2 peaks with 4 seeds: 3 checkpoints and an average, 2 specs of each; as many controls, 1 and 1;
-    # the first seed's have curvature, and its annealed ones 5 methods and all along their steps
+    # the first seed's have curvature, and its annealed ones 5 methods and all along their steps;
+    # one plane through the ends
     assert kinds == {
         "corpus": 1,
         "prepare": 3,
@@ -63,6 +64,7 @@ def test_tiny_has_a_step_for_everything_that_is_measured():
         "blocks": 2,
         "step": 2,
         "slice": 2,
+        "plane": 1,
         "collect": 1,
         "report": 1,
         "mirror": 1,
@@ -129,15 +131,19 @@ def test_steps_and_slice_are_of_the_last_checkpoint_and_what_its_blocks_left(by_
     last, blocks = "lr1e-2/hf/step00000640", by_name["blocks-lr1e-2"]
     along, plane = by_name["step-lr1e-2"], by_name["slice-lr1e-2"]
     quantized = [output.removesuffix("/result.json") for output in blocks.outputs]
-    for step, command, given in ((along, "step", quantized), (plane, "slice", quantized[:1])):
+    named = [after for word, after in pairwise(along.command) if word == "--quantized"]
+    assert named == [f"{{study}}/{directory}" for directory in quantized]
+    before = "lr1e-2/hf/step00000576"
+    points = [f"{{study}}/{path}" for path in (last, before, quantized[0])]
+    assert list(plane.command[4:7]) == points
+    names = [after for word, after in pairwise(plane.command) if word == "--name"]
+    assert names == ["base", "previous", "quantized"]
+    for step, command in ((along, "step"), (plane, "slice")):
         assert step.command[:5] == ("{launch}", "-m", "curvature", command, f"{{study}}/{last}")
-        named = [after for word, after in pairwise(step.command) if word == "--quantized"]
-        assert named == [f"{{study}}/{directory}" for directory in given]
         assert {"export-lr1e-2-step00000640", "prepare-held_out", blocks.name} <= set(step.after)
         assert set(blocks.outputs) <= set(step.reads)
         assert step.name in by_name["report"].after
-    assert plane.command[plane.command.index("--previous") + 1] == "{study}/lr1e-2/hf/step00000576"
-    assert "lr1e-2/hf/step00000576/lineage.json" in plane.reads
+    assert f"{before}/lineage.json" in plane.reads
     assert along.outputs == tuple(
         f"{last}/curvature/step-gptq-b{bits}-g32/result.json" for bits in (3, 4, 8)
     )
@@ -217,6 +223,9 @@ def test_what_the_table_reads_is_what_a_step_leaves(recipe):
     columns = set(schema_of(study).names)
     for kind, settings in study.measurements:
         assert columns.issuperset(kind.columns(settings))
+        if kind.models == "several":
+            assert not kind.columns(settings)
+            continue
         for run in study.runs:
             if (kind, settings) not in study.measured(run)[last_model(run)]:
                 others = study.detailed == "first seed" and run != study.group_of(run).runs[0]

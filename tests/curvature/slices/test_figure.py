@@ -77,7 +77,7 @@ def drawn(result) -> Figure:
     figure = Figure(figsize=(6, 5))
     axes = figure.subplots()
     filled = draw_plane(axes, result, levels_of(increase_over(result)))
-    add_colour_bar(figure, filled, axes.inset_axes((1.03, 0.0, 0.05, 1.0)))
+    add_colour_bar(figure, filled, axes.inset_axes((1.03, 0.0, 0.05, 1.0)), "base")
     return figure
 
 
