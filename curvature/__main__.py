@@ -23,6 +23,7 @@ from ckpt_tools.hf.directory import (
 from ckpt_tools.hf.measured import Curvature
 from ckpt_tools.hf.results import read_result
 from curvature.settings import (
+    CriticalSettings,
     CurvatureSettings,
     HutchinsonSettings,
     LanczosSettings,
@@ -286,6 +287,78 @@ def pca(
                 f" on it, {point['checkpoint_loss']:.4f} itself"
             )
         typer.echo(f"-> {directory / RESULT_JSON}")
+
+
+@app.command()
+@options_of(CriticalSettings)
+def critical(
+    hf_dirs: HFDirs,
+    data: Data,
+    settings: CriticalSettings,
+    previous: Annotated[
+        list[Path] | None,
+        typer.Option(help="HF directory of the checkpoint before, one per HF_DIR in their order."),
+    ] = None,
+    quantized: Annotated[
+        list[Path] | None,
+        typer.Option(help="Result of 'quant_eval run --dense' for a single HF_DIR. Repeatable."),
+    ] = None,
+    out: Out = None,
+) -> None:
+    """Write result.json: curvature and critical sharpness along directions, by forward passes.
+
+    The directions are the move from the checkpoint before and the steps to quantized weights. Of
+    each: slope and curvature from a symmetric pair of losses, and the multiple at which the loss
+    exceeds the model's (critical sharpness, arXiv:2601.16979), with fewer than 10 forward passes
+    and the memory of inference. Under torchrun all processes share the sequences.
+
+    Example: python -m curvature critical hf/step00000640 --previous hf/step00000592
+    --quantized hf/step00000640/quant/gptq-b3-g128 --data data/held_out
+    """
+    before, results = previous or [], quantized or []
+    if not before and not results:
+        raise UserError("a direction is needed; give --previous, --quantized or both")
+    if before and len(before) != len(hf_dirs):
+        raise UserError(
+            f"{len(before)} --previous for {len(hf_dirs)} HF directories; give one for each"
+        )
+    if results and len(hf_dirs) > 1:
+        raise UserError("--quantized is of one model; give a single HF_DIR")
+    groups = result_directories(hf_dirs, "curvature", ["critical"], [out] if out else None)
+    _check_models(*hf_dirs, *before)
+    open_corpus(data)
+    with quick_imports():
+        from base.ranks import start
+        from curvature.critical.measurement import measure
+
+    ranks = start(settings.device)
+    befores: list[Path | None] = [*before] or [None] * len(hf_dirs)
+    for hf_dir, hf_before, (directory,) in zip(hf_dirs, befores, groups, strict=True):
+        result = measure(hf_dir, hf_before, results, settings, data, ranks)
+        if ranks.rank == 0:
+            write_result(directory, result)
+            for name, along in result["measured"]["directions"].items():
+                typer.echo(f"{name}: {_line_in_words(along)}")
+            typer.echo(f"-> {directory / RESULT_JSON}")
+
+
+def _line_in_words(along: dict[str, Any]) -> str:
+    curved, found = along["curvature"], along["critical"]
+    words = "curvature not resolved: its rise is below the noise"
+    if curved:
+        words = f"curvature {with_error(curved['mean'], curved['standard_error'])}"
+    sharpness = found["sharpness"]
+    if sharpness:
+        value = with_error(sharpness["mean"], sharpness["standard_error"])
+        at = f"the loss of the model again at {found['multiple']['mean']:.4g} times it"
+        return f"{words}, critical sharpness {value}: {at}"
+    low, high, side = found["not_above"], found["above"] or 0.0, found["side"]
+    outcome = {
+        "none": f"no higher loss up to {side * low:.4g} times it",
+        "rises": f"no lower loss down to {side * high:.4g} times it",
+        "crossing": f"the loss of the model again between {side * low:.4g} and {side * high:.4g}",
+    }
+    return f"{words}, no critical sharpness: {outcome[found['outcome']]}"
 
 
 @app.command()

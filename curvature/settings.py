@@ -1,8 +1,8 @@
 """Settings of the measurements.
 
-A study holds TraceSettings, PredictionSettings and PlaneSettings. The classes of the commands,
-HutchinsonSettings, StepSettings and SliceSettings, add the devices, which a study decides for each
-step. Fields that are excluded from results decide no number.
+A study holds TraceSettings, PredictionSettings, PlaneSettings and LineSettings. The classes of the
+commands, HutchinsonSettings, StepSettings, SliceSettings and CriticalSettings, add the devices,
+which a study decides for each step. Fields that are excluded from results decide no number.
 """
 
 from typing import Annotated, Literal, Self
@@ -97,6 +97,31 @@ class PlaneSettings(Frozen):
     seed: Seed = Field(default=0, description="of the order of the sequences")
 
 
+class LineSettings(Frozen):
+    """Losses along directions by forward passes alone, and the sequences that they are of."""
+
+    sequences: Several = Field(default=16, description="sequences that every loss is over")
+    sequence_length: Count | None = Field(
+        default=None, description="tokens; by default the model's context"
+    )
+    batch_size: Count = Field(
+        default=1, description="sequences per forward pass; moves results by rounding only"
+    )
+    seed: Seed = Field(default=0, description="of the order of the sequences")
+    dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="of the weights of a pass, rounded once from theta + c d in fp32",
+    )
+    rise: float = Field(
+        default=3e-4,
+        gt=0,
+        description="nats per token by which the symmetric pair is to raise the loss",
+    )
+    reach: float = Field(
+        default=64.0, gt=0, description="multiple of the direction that the search ends at"
+    )
+
+
 class ProductSettings(HessianSettings):
     """Products with the ranks that share them."""
 
@@ -143,6 +168,14 @@ class StepSettings(PredictionSettings, ProductSettings):
 
 class SliceSettings(PlaneSettings):
     """All settings of the loss on a plane."""
+
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu", exclude=True, description="kind of the devices"
+    )
+
+
+class CriticalSettings(LineSettings):
+    """All settings of losses along directions."""
 
     device: Literal["cpu", "cuda"] = Field(
         default="cpu", exclude=True, description="kind of the devices"

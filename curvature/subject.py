@@ -8,6 +8,7 @@ Shapes: B sequences, S positions of a sequence.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,12 +100,12 @@ class WeightFiles:
         self._files = names_in_files(without_content)
 
     @torch.no_grad()
-    def empty(self, device: torch.device) -> PreTrainedModel:
-        """Return the model in fp32 with its constants, and with parameters to be filled.
+    def empty(self, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """Return the model with its constants, and with parameters to be filled.
 
         On a CPU these take no memory until something is written to them.
         """
-        model = empty_model(self._config)
+        model = empty_model(self._config, dtype)
         parameters: dict[Tensor, nn.Parameter] = {}  # one for both places of a tied parameter
         for module in model.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
@@ -122,13 +123,21 @@ class WeightFiles:
     def fill(self, parameters: Parameters) -> None:
         """Read this rank's rows of every parameter."""
         for name, weight in parameters.weights.items():
-            file, row = self._files[name], parameters.first_row(name)
-            rows_at_once = max(1, BYTES_AT_ONCE // self._weights.tensors[file].row_bytes)
-            rank_rows = local(weight.detach())
-            # A scalar is one row in the files.
-            for rows in (rank_rows if rank_rows.dim() else rank_rows.view(1)).split(rows_at_once):
-                copy(rows, self._weights.read(file, row, row + len(rows)))
-                row += len(rows)
+            row = parameters.first_row(name)
+            for rows, file, start in self.pieces(name, local(weight.detach()), row):
+                copy(rows, self._weights.read(file, start, start + len(rows)))
+
+    def pieces(self, name: str, weight: Tensor, row: int = 0) -> Iterator[tuple[Tensor, str, int]]:
+        """Yield a few rows of a weight at a time, its name in the files, and their first row there.
+
+        `row` is that of the first row of `weight`, which may be a part.
+        """
+        file = self._files[name]
+        rows_at_once = max(1, BYTES_AT_ONCE // self._weights.tensors[file].row_bytes)
+        # A scalar is one row in the files.
+        for rows in (weight if weight.dim() else weight.view(1)).split(rows_at_once):
+            yield rows, file, row
+            row += len(rows)
 
 
 class CurvatureSubject(NamedTuple):

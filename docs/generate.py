@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperArgument
 
 from ckpt_tools.hf.measured import (
+    Critical,
     Curvature,
     MeasuredStep,
     Quantization,
@@ -22,8 +23,15 @@ from ckpt_tools.hf.measured import (
     TrajectoryPlane,
 )
 from ckpt_tools.released.own_family import OwnFamily
+from curvature.critical.line import UNITS as CRITICAL_UNITS
 from curvature.measurement import UNITS as TRACE_UNITS
-from curvature.settings import HutchinsonSettings, LanczosSettings, SliceSettings, StepSettings
+from curvature.settings import (
+    CriticalSettings,
+    HutchinsonSettings,
+    LanczosSettings,
+    SliceSettings,
+    StepSettings,
+)
 from curvature.slices.measurement import UNITS as SLICE_UNITS
 from curvature.slices.principal import UNITS as PLANE_UNITS
 from curvature.step.prediction import UNITS as STEP_UNITS
@@ -39,7 +47,7 @@ from quant_eval.settings import RunSettings, TaskSettings
 from quant_eval.tasks.paired import UNITS as TASK_UNITS
 from slurm.site import EXAMPLE, Site
 from study.definition import Study
-from study.measurements import curvature, quantization, step, tasks
+from study.measurements import critical, curvature, quantization, step, tasks
 from study.recipes.changed import OF_RECIPE, OF_RUNS
 from study.recipes.resolve import resolve, whole_recipes
 from study.recipes.shown import recipe_lines
@@ -234,7 +242,9 @@ def table_parquet() -> str:
     rows = [(f"`{name}`", kind, UNITS.get(name, "")) for name, kind in kinds]
     text = f"{TABLE}\n{table(['column', 'type', 'unit'], rows)}{MEASURED_COLUMNS}\n"
     declared = [
-        column for module in (quantization, curvature, step, tasks) for column in module.COLUMNS
+        column
+        for module in (quantization, curvature, step, critical, tasks)
+        for column in module.COLUMNS
     ]
     lines = [
         (f"`{column.of('SPEC', 'TASK')}`", column.title, column.unit, column.better)
@@ -295,6 +305,9 @@ KINDS = {
         (HutchinsonSettings, LanczosSettings),
     ),
     "Quantization step": ResultKind("curvature step", MeasuredStep, STEP_UNITS, (StepSettings,)),
+    "Losses along directions": ResultKind(
+        "curvature critical", Critical, CRITICAL_UNITS, (CriticalSettings,)
+    ),
     "Slice": ResultKind("curvature slice", Slice, SLICE_UNITS, (SliceSettings,)),
     "Plane of a trajectory": ResultKind(
         "curvature pca", TrajectoryPlane, PLANE_UNITS, (SliceSettings,)

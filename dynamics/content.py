@@ -44,6 +44,7 @@ CONTENT = Content(
         "losses:full_against_quantized",
         "curvature:curvature",
         "curvature:error_against_curvature",
+        "sharpness:sharpness",
         "quantization:methods",
         "quantization:tasks",
         "quantization:accuracy_degradation",
@@ -73,7 +74,10 @@ CONTENT = Content(
         "sweep:methods",
         "sweep:bits",
     ),
-    sentences=("dynamics.choices.learning_rate:learning_rate_line",),
+    sentences=(
+        "dynamics.choices.learning_rate:learning_rate_line",
+        "dynamics.figures.sharpness:sharpness_line",
+    ),
     tables=("dynamics.forecast.page:back_test_tables",),
     commands=_in("commands", "forecast", "choose", "choose_average", "cooldowns", "compare"),
 )

@@ -11,10 +11,11 @@ from base.errors import UserError
 from base.files import write_sealed
 from base.frozen import NAME_PATTERN, Showable, fingerprint
 from base.reading import as_model, read_sealed
-from curvature.settings import PlaneSettings, PredictionSettings
+from curvature.settings import LineSettings, PlaneSettings, PredictionSettings
 from study.axes import AnyRun, Axis, Varied, axes_of, text_of, varied_of
 from study.design import Group, control_among, equal_runs, replicates_of
 from study.experiments import Experiment, problems_of, runs_with_origins
+from study.measurements.critical import CRITICAL
 from study.measurements.curvature import CURVATURE, CurvatureSettings
 from study.measurements.kind import Kind
 from study.measurements.planes import (
@@ -36,7 +37,12 @@ from study.measurements.step import SLICE, STEP, Along
 from study.measurements.tasks import TASKS, TasksSettings
 from study.paths import MeasuredModel, hf_directory, last_model, released_models
 from study.planes import NamedPlane, StudyPoint, point_of
-from study.released import ReleasedRun, unknown_ingredients, unknown_parents
+from study.released import (
+    ReleasedRun,
+    stage_before,
+    unknown_ingredients,
+    unknown_parents,
+)
 from study.soups import SoupSettings
 from study.text_kinds import Text
 from train.run.config import RunConfig
@@ -44,7 +50,12 @@ from train.run.config import RunConfig
 FEWEST_OF_PLANE = 3  # checkpoints that can span the plane of a trajectory
 
 AnySettings = (
-    QuantizationSettings | CurvatureSettings | PredictionSettings | PlaneSettings | TasksSettings
+    QuantizationSettings
+    | CurvatureSettings
+    | PredictionSettings
+    | PlaneSettings
+    | LineSettings
+    | TasksSettings
 )
 
 
@@ -113,6 +124,10 @@ class Study(Showable):
             " checkpoints that others branch from; these are projected. Two losses of every"
             " checkpoint come with those of the grid. None: not measured"
         ),
+    )
+    critical: LineSettings | None = Field(
+        default=None,
+        description="None: the loss along the moves between checkpoints is not measured",
     )
     tasks: TasksSettings | None = Field(default=None, description="None: not measured")
     averaged_steps: tuple[int, ...] = Field(
@@ -239,7 +254,7 @@ class Study(Showable):
         by_block = bool(self.quantization.by_block)
         along = ("step",) if by_block else ()
         planes = ("slice",) if by_block or self.planes else ()
-        parts = ("quantization", "curvature", *along, *planes, "pca", "tasks")
+        parts = ("quantization", "curvature", *along, *planes, "pca", "critical", "tasks")
         return {name: settings for name in parts if (settings := getattr(self, name))}
 
     def parent_of(self, run: RunConfig) -> RunConfig:
@@ -418,9 +433,33 @@ class Study(Showable):
         ]
         last = last_model(run)
         return {
-            model: tuple(each for each in kinds if each.kind.measures(each.settings, model, last))
+            model: tuple(
+                each
+                for each in kinds
+                if each.kind.measures(
+                    each.settings, model, last, moved=self.before(run, model) is not None
+                )
+            )
             for model in self.models_of(run)
         }
+
+    def before(self, run: AnyRun, model: MeasuredModel) -> tuple[AnyRun, MeasuredModel] | None:
+        """Return the weights of the checkpoint before, which a branch or stage has in its parent.
+
+        None for the first of a training, and for averages.
+        """
+        weights = [each for each in self.models_of(run) if not each.average]
+        if model not in weights or (isinstance(run, ReleasedRun) and run.average_of):
+            return None
+        place = weights.index(model)
+        if place:
+            return run, weights[place - 1]
+        if isinstance(run, ReleasedRun):
+            stage = stage_before(self.runs, run)
+            return (stage, last_model(stage)) if stage else None
+        if not run.branch_from:
+            return None
+        return self.parent_of(run), MeasuredModel(run.branch_from.step)
 
 
 class Measurement(NamedTuple):
@@ -444,6 +483,10 @@ def _along[Settings](study: Study, settings: Settings) -> Along[Settings] | None
     return Along(specs, settings) if specs else None
 
 
+def _directions(study: Study) -> Along[LineSettings] | None:
+    return Along(study.quantization.by_block, study.critical) if study.critical else None
+
+
 # Every kind of measurement, with its settings in a study that makes it. The order is that in which
 # the steps of a run start, long ones first, so that the last run leaves no core idle.
 KINDS: tuple[tuple[Kind[Any], Callable[[Study], Any]], ...] = (
@@ -455,6 +498,7 @@ KINDS: tuple[tuple[Kind[Any], Callable[[Study], Any]], ...] = (
     (SLICE, lambda study: _along(study, study.slice)),
     (PLANE, _planes),
     (PCA, _branched_runs),
+    (CRITICAL, _directions),
     (TASKS, lambda study: study.tasks),
 )
 

@@ -93,12 +93,14 @@ def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
 def _subjects(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Subject]:
     """Return the measured models of a run, each with the step that makes it."""
     subjects: list[Subject] = []
-    before: Subject | None = None
     for model in study.models_of(run):
-        subject = Subject(run.name, model, _making_step(run, model), texts, before)
-        subjects.append(subject)
-        # An average comes before nothing: `before` stays at the weights.
-        before = before if model.average else subject
+        before = study.before(run, model)
+        subject_before = None
+        if before:
+            # Of a branch or a stage the checkpoint before the first is the parent's.
+            parent, weights = before
+            subject_before = Subject(parent.name, weights, _making_step(parent, weights), texts)
+        subjects.append(Subject(run.name, model, _making_step(run, model), texts, subject_before))
     return subjects
 
 

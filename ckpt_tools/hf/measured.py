@@ -207,6 +207,47 @@ class MeasuredStep(Read):
     blocks: dict[str, StepPart] = {}
 
 
+class CriticalMultiple(Read):
+    """The multiple of a direction at which the loss begins to exceed the model's, if there is one.
+
+    It is on the side on which the loss falls first, -1 for the opposite direction, and there
+    between `not_above` and `above`. The sharpness is 2 over its size (arXiv:2601.16979). The
+    outcome is crossing, rises (no lower loss was seen) or none (no higher one up to `not_above`).
+    """
+
+    outcome: str | None = None
+    side: int | None = None
+    not_above: float | None = None
+    above: float | None = None
+    is_narrow: bool | None = None
+    multiple: MeasuredMean | None = None
+    sharpness: MeasuredMean | None = None
+
+
+class MeasuredLine(Read):
+    """The loss along a direction d, by forward passes; curvature is None below the noise."""
+
+    norm: float | None = None
+    step: float | None = None
+    rise: float | None = None
+    slope: MeasuredMean | None = None
+    second_derivative: MeasuredMean | None = None
+    curvature: MeasuredMean | None = None
+    directional_sharpness: float | None = None
+    critical: CriticalMultiple | None = None
+    forward_passes: int | None = None
+
+
+class Critical(Read):
+    """The loss along directions at a model: the move from the checkpoint before, and steps."""
+
+    loss: MeasuredMean | None = None
+    noise: float | None = None
+    directions: dict[str, MeasuredLine] = {}
+    forward_passes: int | None = None
+    tokens_per_pass: int | None = None
+
+
 class SlicePoint(Read):
     """A model on the plane, and its loss there."""
 

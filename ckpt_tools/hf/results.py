@@ -10,6 +10,7 @@ from base.errors import UserError
 from base.reading import read_sealed
 from ckpt_tools.hf.directory import RESULT_JSON
 from ckpt_tools.hf.measured import (
+    Critical,
     Curvature,
     MeasuredStep,
     Quantization,
@@ -69,6 +70,7 @@ NAMES: dict[type[Read], str] = {
     Tasks: "downstream tasks ('python -m quant_eval tasks')",
     Curvature: "traces or eigenvalues ('python -m curvature')",
     MeasuredStep: "a quantization step ('python -m curvature step')",
+    Critical: "losses along directions ('python -m curvature critical')",
     Slice: "a slice ('python -m curvature slice')",
     TrajectoryPlane: "the plane of a trajectory ('python -m curvature pca')",
 }
@@ -82,6 +84,7 @@ KIND_OF_SETTING: dict[str, type[Read]] = {
     "plane": Slice,
     "trajectory": TrajectoryPlane,
     "quantized": MeasuredStep,
+    "directions": Critical,
     "data": Curvature,
 }
 

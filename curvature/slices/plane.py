@@ -108,6 +108,8 @@ class SequenceLosses:
 
     def _nats(self, tokens_BS1: Tensor) -> Tensor:
         logits_BSV: Tensor = self.model(input_ids=tokens_BS1[:, :-1], use_cache=False).logits
+        if logits_BSV.dtype == torch.bfloat16:
+            logits_BSV = logits_BSV.float()  # a sum over the vocabulary in bf16 is no loss
         labels_BS1 = tokens_BS1[:, 1:, None]
         return logits_BSV.logsumexp(dim=-1) - logits_BSV.gather(-1, labels_BS1).squeeze(-1)
 

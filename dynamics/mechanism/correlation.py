@@ -1,13 +1,14 @@
-"""Partial rank correlation over checkpoints, and mean ratios; both with intervals over trainings.
+"""Correlations over checkpoints, and mean ratios, with intervals over trainings.
 
 Shapes: N checkpoints, C quantities that are held fixed, U trainings.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
 from base.statistics import INTERVAL_LEVEL
@@ -62,13 +63,23 @@ def partial_correlation(
         -0.85
         0.86
     """
+    return _over_trainings(
+        lambda kept_N: _z(first_N[kept_N], second_N[kept_N], given_NC[kept_N]), trainings
+    )
+
+
+def _over_trainings(
+    z_of: Callable[[NDArray[np.bool_]], float], trainings: Sequence[str]
+) -> Correlation | None:
+    """Return tanh z with the interval of a jackknife over trainings; None as above.
+
+    `z_of` gives Fisher's z of the checkpoints in a mask.
+    """
     names = np.array(trainings)
     # U masks, each of which leaves one training out.
     kept = [names != name for name in dict.fromkeys(trainings)]
-    whole = _z(first_N, second_N, given_NC)
-    parts_U = np.array(
-        [_z(first_N[others_N], second_N[others_N], given_NC[others_N]) for others_N in kept]
-    )
+    whole = z_of(np.full(len(names), True))
+    parts_U = np.array([z_of(others_N) for others_N in kept])
     if len(kept) < LEAST_TRAININGS or not np.isfinite([whole, *parts_U]).all():
         return None
     degrees = len(kept) - 1
@@ -80,6 +91,80 @@ def partial_correlation(
     low, high = math.tanh(whole - half), math.tanh(whole + half)
     p_value = 2 * float(stdtr(degrees, -t))
     return Correlation(math.tanh(whole), low, high, p_value, len(names), len(kept))
+
+
+class Association(NamedTuple):
+    """A correlation of two quantities; its interval is None with too few trainings."""
+
+    value: float
+    interval: Correlation | None
+    checkpoints: int
+    trainings: int
+
+    def __str__(self) -> str:
+        """Return '+0.71 [+0.30, +0.90]', or '+0.71' without an interval."""
+        if self.interval is None:
+            return f"{self.value:+.2f}"
+        return f"{self.value:+.2f} [{self.interval.low:+.2f}, {self.interval.high:+.2f}]"
+
+
+def association(
+    first_N: Floats,
+    second_N: Floats,
+    trainings: Sequence[str],
+    *,
+    ranked: bool,
+    within: bool,
+) -> Association | None:
+    """Return Pearson's correlation of two quantities or of their ranks (Spearman's).
+
+    The interval is that of `partial_correlation`.
+
+    Args:
+        first_N: a quantity of each checkpoint.
+        second_N: the other.
+        trainings: whose each checkpoint is.
+        ranked: ranks in place of the values.
+        within: both are freed of the mean of their training first (ranks are those in it).
+
+    Returns:
+        None where nothing is left that varies, or with fewer than three checkpoints.
+
+    Example: over all they fall together, within a training one rises as the other falls.
+        >>> first_N, second_N = np.array([0.0, 1, 2, 10, 11, 12]), np.array([2.0, 1, 0, 12, 11, 10])
+        >>> for within in (False, True):
+        ...     round(association(
+        ...         first_N, second_N, list("aaabbb"), ranked=False, within=within
+        ...     ).value, 2)
+        0.95
+        -1.0
+    """
+    names = np.array(trainings)
+
+    def z_of(kept_N: NDArray[np.bool_]) -> float:
+        pairs = first_N[kept_N], second_N[kept_N]
+        groups = names[kept_N] if within else np.full(kept_N.sum(), "")
+        left = [_centred(values_N, groups, ranked=ranked) for values_N in pairs]
+        lengths = [float(np.linalg.norm(values_N)) for values_N in left]
+        if len(left[0]) < 3 or min(lengths) <= 1e-12 * max(np.abs(pairs).max(), 1e-300):
+            return math.nan
+        return math.atanh(max(-MOST, min(MOST, float(left[0] @ left[1]) / math.prod(lengths))))
+
+    whole = z_of(np.full(len(names), True))
+    if not math.isfinite(whole):
+        return None
+    interval = _over_trainings(z_of, trainings)
+    return Association(math.tanh(whole), interval, len(names), len(set(trainings)))
+
+
+def _centred(values_N: Floats, groups_N: NDArray[np.str_], *, ranked: bool) -> Floats:
+    """Return values or ranks, each less the mean of its group."""
+    left_N = np.empty(len(values_N))
+    for group in dict.fromkeys(groups_N.tolist()):
+        is_of_N = groups_N == group
+        of_group = ranks(values_N[is_of_N]) if ranked else values_N[is_of_N]
+        left_N[is_of_N] = of_group - of_group.mean()
+    return left_N
 
 
 def ranks(values_N: Floats) -> Floats:

@@ -1,6 +1,6 @@
 """The demo: the OLMo2-7B learning-rate ablation in small, on text that every machine has."""
 
-from curvature.settings import PlaneSettings, PredictionSettings
+from curvature.settings import LineSettings, PlaneSettings, PredictionSettings
 from dynamics.recipes import captions
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
@@ -134,6 +134,8 @@ def tiny(*, smoke: bool = False) -> Study:
         slice=PlaneSettings(grid=5 if smoke else 9, sequences=4 if smoke else 8),
         captions=captions.of_peaks("with 0.2M parameters and 1M tokens"),
         planes=(NamedPlane(name="ends", points=points),),
+        # those of the step's microbatches, whose products are exact
+        critical=LineSettings(sequences=4 if smoke else 16, batch_size=4 if smoke else 16),
         averaged_steps=saves[-1:],
         soups=(SoupSettings(name="soup-anneal", steps=saves),) if smoke else (),
     )

@@ -7,6 +7,7 @@ from typing import Any
 from curvature.settings import PlaneSettings, PredictionSettings
 from dynamics.recipes import captions
 from dynamics.recipes.web import (
+    WEB_CRITICAL,
     WEB_CURVATURE,
     WEB_QUANTIZATION,
     WEB_SLICE,
@@ -21,6 +22,7 @@ from study.measurements.quantization import QuantizationSettings
 from study.measurements.tasks import TasksSettings
 from study.recipes.parts import (
     DRAWS,
+    SMALL_CRITICAL,
     SMALL_CURVATURE,
     SMALL_QUANTIZATION,
     SMALL_TEXT,
@@ -215,6 +217,7 @@ def small(horizon: float = HORIZON, **settings: Any) -> Study:
         sized_for="cpu",
         quantization=SMALL_QUANTIZATION,
         curvature=SMALL_CURVATURE,
+        critical=SMALL_CRITICAL,
         **settings,
     )
 
@@ -232,7 +235,7 @@ def _olmo2_7b(horizon: float, **settings: Any) -> Study:
         "micro_batch_size": 1,
     }
     peaks = (3e-4, 6e-4, 9e-4, 1.2e-3)
-    return ablation(peaks, of_runs, divisor=1, curvature=TRACES, **settings)
+    return ablation(peaks, of_runs, divisor=1, curvature=TRACES, critical=WEB_CRITICAL, **settings)
 
 
 @recipe
@@ -295,6 +298,7 @@ def olmo2_1b_lr(*, smoke: bool = False) -> Study:
         step=STEP,
         slice=WEB_SLICE,
         captions=in_small,
+        critical=WEB_CRITICAL,
     )
 
 
@@ -317,6 +321,7 @@ def olmo2_190m_lr(*, smoke: bool = False) -> Study:
         step=STEP,
         slice=WEB_SLICE,
         captions=in_small,
+        critical=WEB_CRITICAL,
     )
 
 
@@ -363,4 +368,5 @@ def olmo2_30m_lr(*, smoke: bool = False) -> Study:
         step=PredictionSettings(microbatches=16, microbatch_sequences=1),
         slice=PlaneSettings(grid=11, sequences=8),
         captions=in_small,
+        critical=WEB_CRITICAL.model_copy(update={"sequences": 8, "batch_size": 8}),
     )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from dynamics.recipes import captions
 from dynamics.recipes.web import (
+    WEB_CRITICAL,
     WEB_CURVATURE,
     WEB_QUANTIZATION,
     WEB_SLICE,
@@ -19,6 +20,7 @@ from study.definition import Study
 from study.design import with_controls
 from study.planes import NamedPlane
 from study.recipes.parts import (
+    SMALL_CRITICAL,
     SMALL_CURVATURE,
     SMALL_PLANE,
     SMALL_QUANTIZATION,
@@ -169,6 +171,7 @@ FULL = Size(
         "curvature": WEB_CURVATURE.model_copy(update={"pairs": 100, "fixed_sequences": 32}),
         "step": WEB_STEP,
         "slice": WEB_SLICE.model_copy(update={"grid": 31}),
+        "critical": WEB_CRITICAL.model_copy(update={"sequences": 32}),
     },
     end=END,
     warmup=1_900,
@@ -214,6 +217,7 @@ SMOKE = Size(
         "quantization": SMALL_QUANTIZATION,
         "curvature": SMALL_CURVATURE,
         "slice": SMALL_PLANE,
+        "critical": SMALL_CRITICAL,
     },
     end=80,
     warmup=4,

@@ -5,7 +5,7 @@ from typing import Any
 
 from base.digests import digest_of_json
 from base.frozen import fingerprint
-from curvature.settings import PlaneSettings, PredictionSettings
+from curvature.settings import LineSettings, PlaneSettings, PredictionSettings
 from dynamics.recipes import captions
 from dynamics.recipes import pythia as experiments_of
 from dynamics.recipes.demo import TEXT
@@ -60,6 +60,7 @@ TINY = Size(
         ),
         "step": PredictionSettings(microbatches=4),
         "slice": PlaneSettings(grid=9, sequences=4),
+        "critical": LineSettings(sequences=8, batch_size=8),
     },
     end=END,
     warmup=8,
@@ -139,7 +140,7 @@ def parts_of(size: Size) -> list[tuple[Experiment, list[RunConfig]]]:
             "Figures 6 and 8: curvature and slices",
             sweep,
             figures=(
-                *("curvature", "error_against_curvature", "slices"),
+                *("curvature", "error_against_curvature", "sharpness", "slices"),
                 *("prediction", "blocks", "formula"),
             ),
             captions=captions.CURVATURE,

@@ -31,11 +31,16 @@ from ckpt_tools.released.trajectory import (
 from dynamics.recipes.captions import of_released
 from dynamics.recipes.olmo2 import TRACES
 from dynamics.recipes.released_averages import described, with_averages
-from dynamics.recipes.web import WEB_QUANTIZATION, web_text
+from dynamics.recipes.web import WEB_CRITICAL, WEB_QUANTIZATION, web_text
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.recipes.changed import OF_RECIPE, with_study_settings
-from study.recipes.parts import SMALL_CURVATURE, SMALL_QUANTIZATION, recipe_of_settings
+from study.recipes.parts import (
+    SMALL_CRITICAL,
+    SMALL_CURVATURE,
+    SMALL_QUANTIZATION,
+    recipe_of_settings,
+)
 from study.recipes.presets import PRESET
 from study.released import ReleasedRevision, ReleasedRun, is_after_pretraining
 from train.model.families.released import MAIN
@@ -142,6 +147,8 @@ def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
     known = [source for each in sources for source in sources_of(each.revisions)]
     shown = " and ".join(_places(released.source))
     first, own = sources[0], family_file(released.family)
+    curvature = _curvature(first, smoke=smoke)
+    critical = SMALL_CRITICAL if smoke else WEB_CRITICAL
     return Study(
         name=f"{TRAJECTORY}-{'+'.join(map(_short_name, sources))}{'-smoke' if smoke else ''}",
         description=f"The released trajectory of {shown}{averages}",
@@ -152,7 +159,8 @@ def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
         runs=runs,
         captions=of_released(released.family or first.place),
         quantization=SMALL_QUANTIZATION if smoke else QUANTIZATION,
-        curvature=_curvature(first, smoke=smoke),
+        curvature=curvature,
+        critical=critical.model_copy(update={"sequence_length": curvature.sequence_length}),
     )
 
 

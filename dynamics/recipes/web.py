@@ -1,6 +1,6 @@
 """Texts, methods and curvature of arXiv 2510.06213, which the recipes measure by."""
 
-from curvature.settings import PlaneSettings, PredictionSettings
+from curvature.settings import LineSettings, PlaneSettings, PredictionSettings
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
 from study.recipes.parts import DRAWS
@@ -47,6 +47,7 @@ WEB_CURVATURE = CurvatureSettings(
 )
 WEB_STEP = PredictionSettings(microbatches=32, microbatch_sequences=1)
 WEB_SLICE = PlaneSettings(grid=15, sequences=32)
+WEB_CRITICAL = LineSettings(sequences=16)  # that many as the batch of the eigenvalue
 
 
 def web_text(tokenizer: str, train: TokenFile | None = None) -> PreparedText:

@@ -46,12 +46,13 @@ class _Planner:
         self.study, self.limits, self.steps = study, limits, pipeline.steps_of(study)
         # Kinds of measurement that are made as soon as a model is there, with the site's table of
         # their resources, kinds that are made at the end of a run, and those of several models.
+        # Those of the move from the checkpoint before read other models: they come at the end, too.
         self.at_each_model: dict[str, JobKind] = {}
         self.at_the_end, self.kinds_of_several = set[str](), set[str]()
         for kind, settings in study.measurements:
             if kind.models == "several":
                 self.kinds_of_several.add(kind.name)
-            elif kind.at_the_end(settings):
+            elif kind.models == "moved" or kind.at_the_end(settings):
                 self.at_the_end.add(kind.name)
             else:
                 self.at_each_model[kind.name] = "curvature" if kind.shares_model else "quantize"
@@ -150,7 +151,7 @@ class _Planner:
         }
 
     def ends(self) -> Iterator[JobArray]:
-        """Yield an element per run for what is measured of its last checkpoint alone."""
+        """Yield an element per run for what is measured when all of its checkpoints are there."""
         at_the_end = [step for step in self.steps if step.kind in self.at_the_end]
         by_run = grouped(at_the_end, lambda step: step.run)
         elements = [tuple(step.name for step in steps) for steps in by_run.values()]

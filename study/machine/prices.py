@@ -12,7 +12,8 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from base.grouping import grouped
-from curvature.settings import PlaneSettings
+from curvature.critical.line import PASSES
+from curvature.settings import LineSettings, PlaneSettings
 from quant_eval.cost import Shape, forward_seconds, quantizing_seconds
 from quant_eval.settings import BLOCK_TOKENS, DrawSettings
 from quant_eval.specs import parse_spec
@@ -27,6 +28,7 @@ HOUR = 3600
 MEASURED = frozenset(kind.name for kind, _ in KINDS)
 START_SECONDS = 15  # of a process, until it computes
 READ_BYTES = 1e9  # a second of weights
+CACHED_BYTES = 4e9  # a second of weights that were read before, to a GPU; a guess
 # A product of OLMo2-1B took 0.447 s on an H200 and 0.543 s on an H100, the estimates are 0.29 and
 # 0.34.
 PRODUCT_OVER_ESTIMATE = 1.6
@@ -63,7 +65,7 @@ class PricedModel:
         """The sizes of the model."""
         return Shape.of(model_config(self.config))
 
-    def length(self, settings: DrawSettings | PlaneSettings) -> int:
+    def length(self, settings: DrawSettings | PlaneSettings | LineSettings) -> int:
         """Return the tokens that a model sees at once."""
         context: int = model_config(self.config).max_position_embeddings
         return settings.sequence_length or min(BLOCK_TOKENS, context)
@@ -73,7 +75,9 @@ class PricedModel:
         weights = self.shape.layers * self.shape.weights + 2 * self.shape.head
         return START_SECONDS + weights * (2 if dtype == "bf16" else 4) / READ_BYTES
 
-    def forward(self, tokens: float, settings: DrawSettings | PlaneSettings, dtype: str) -> float:
+    def forward(
+        self, tokens: float, settings: DrawSettings | PlaneSettings | LineSettings, dtype: str
+    ) -> float:
         """Return the seconds of a pass over so many tokens."""
         length = self.length(settings)
         return forward_seconds(self.shape, round(tokens), length, GPUS[self.gpu], dtype)
@@ -150,6 +154,19 @@ class PricedModel:
         tokens = settings.sequences * self.length(settings)
         return (settings.grid**2 + others) * self.forward(tokens, settings, "fp32")
 
+    def critical(self, step: Step) -> float:
+        """Return the seconds of the losses along directions, at most.
+
+        Each pass reads the model and where it moves to.
+        """
+        settings = self.study.critical
+        assert settings
+        directions = 1 + step.command.count("--quantized")
+        weights = 2 * (self.shape.layers * self.shape.weights + 2 * self.shape.head)
+        reading = weights * 2 / CACHED_BYTES
+        forward = self.forward(settings.sequences * self.length(settings), settings, settings.dtype)
+        return (2 + PASSES * directions) * (reading + forward)
+
 
 def _spec(step: Step) -> str:
     return step.specs[-1]
@@ -165,6 +182,7 @@ PRICES: Mapping[str, Callable[[PricedModel, Step], float]] = {  # of every kind 
     "slice": PricedModel.slice,
     "plane": PricedModel.plane,
     "pca": PricedModel.pca,
+    "critical": PricedModel.critical,
 }
 
 

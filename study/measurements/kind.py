@@ -214,8 +214,9 @@ class Kind[Settings]:
     """
 
     name: str
-    # every one, all but averages, the last of each run; or several models at once, of any runs
-    models: Literal["all", "weights", "last", "several"]
+    # Every one, all but averages, those with a checkpoint before, the last of each run; or several
+    # models at once, of any runs.
+    models: Literal["all", "weights", "moved", "last", "several"]
     steps: Callable[[Settings, Subject, Mapping[str, list[Step]]], list[Step]] = lambda *_: []
     tabled: Callable[[Settings], list[TabledResult]] = lambda _: []  # its results in the table
     averages: Callable[[Settings], bool] = lambda _: False  # of weights too, where it is of weights
@@ -229,12 +230,19 @@ class Kind[Settings]:
         """Return whether the kind measures the last model of a run alone."""
         return self.models == "last" and not self.along(settings)
 
-    def measures(self, settings: Settings, model: MeasuredModel, last: MeasuredModel) -> bool:
-        """Return whether the kind measures a model of a run that ends with `last`."""
+    def measures(
+        self, settings: Settings, model: MeasuredModel, last: MeasuredModel, *, moved: bool
+    ) -> bool:
+        """Return whether the kind measures a model of a run that ends with `last`.
+
+        `moved` says that there are weights of a checkpoint before it.
+        """
         if self.models == "several":
             return False
         if self.at_the_end(settings):
             return model == last
+        if self.models == "moved":
+            return moved
         return self.models == "all" or model.average is None or self.averages(settings)
 
     def results(

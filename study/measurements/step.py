@@ -44,7 +44,8 @@ def _command(subject: Subject, measurement: str, options: Iterable[str]) -> tupl
     return ("{launch}", "-m", "curvature", measurement, subject.hf, *options)
 
 
-def _quantized(outputs: Iterable[str]) -> Iterator[str]:
+def quantized(outputs: Iterable[str]) -> Iterator[str]:
+    """Yield the options that name the quantized weights beside these results."""
     for output in outputs:
         yield from ("--quantized", f"{{study}}/{Path(output).parent}")
 
@@ -55,7 +56,7 @@ def _steps(
     # There is one for each run, and it left the quantized weights that the step goes to.
     (blocks,) = steps_by_kind["blocks"]
     chosen = product_options(StepSettings, along.settings, subject)
-    command = _command(subject, "step", (*chosen, *_quantized(blocks.outputs)))
+    command = _command(subject, "step", (*chosen, *quantized(blocks.outputs)))
     return [
         subject.step(
             "step",

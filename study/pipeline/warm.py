@@ -25,6 +25,7 @@ from study.tracking.store import import_mlflow
 IMPORTED = (
     "ckpt_tools.averaging",
     "ckpt_tools.export",
+    "curvature.critical.measurement",
     "curvature.measurement",
     "curvature.slices.principal",
     "curvature.step.measurement",

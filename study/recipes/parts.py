@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from base.frozen import fingerprint
-from curvature.settings import PlaneSettings
+from curvature.settings import LineSettings, PlaneSettings
 from study.axes import AnyRun, Value, in_words
 from study.definition import Study
 from study.design import with_controls, with_seeds
@@ -47,6 +47,7 @@ SMALL_CURVATURE = CurvatureSettings(
     fixed_sequences=4,
 )
 SMALL_PLANE = PlaneSettings(grid=5, sequences=4)
+SMALL_CRITICAL = LineSettings(sequences=4, batch_size=4)
 
 
 @dataclass(frozen=True)

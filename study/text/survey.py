@@ -74,6 +74,8 @@ def needs_of(study: Study) -> TextNeeds:
     if quantization.by_block:
         products = study.step.microbatches * study.step.microbatch_sequences
         sequences = max(sequences, products, study.slice.sequences)
+    if study.critical:
+        sequences = max(sequences, study.critical.sequences)
     losses = max(quantization.eval_tokens, quantization.block_tokens)
     return TextNeeds(
         # One more token than is read as input: each token predicts the next one.

@@ -44,6 +44,30 @@ def curvature_content(
     return {"model": {"path": str(path)}, "spec": spec, "measured": measured}
 
 
+def critical_content(path: Path, trace: float, multiple: float | None, specs: tuple) -> dict:
+    """result.json of 'curvature critical': along the move, whose curvature follows the trace, and
+    along quantization steps. Without a multiple none was found up to 64.
+    """
+    found = {"outcome": "none", "side": 1, "not_above": 64.0, "above": None, "is_narrow": False}
+    found |= {"multiple": None, "sharpness": None}
+    if multiple is not None:
+        size = abs(multiple)
+        found |= {"outcome": "crossing", "side": 1 if multiple > 0 else -1, "is_narrow": True}
+        found |= {"not_above": 0.95 * size, "above": 1.05 * size}
+        found |= {"multiple": estimate(multiple, 0.1 * size)}
+        found |= {"sharpness": estimate(2 / size, 0.2 / size)}
+    line = {
+        "norm": 2.0,
+        "slope": estimate(-0.1, 0.02),
+        "curvature": estimate(trace / 1e5, trace / 2e6),
+        "critical": found,
+    }
+    directions = {"move": line} | {f"step-{spec}": line for spec in specs}
+    spec = {"name": "critical", "directions": {name: {} for name in directions}, "data": {}}
+    measured = {"noise": 1e-8, "directions": directions, "forward_passes": 11}
+    return {"model": {"path": str(path)}, "spec": spec, "measured": measured}
+
+
 def _part(measured: float) -> dict:
     """A step whose second-order prediction is 96% of the measured increase."""
     error, share = 0.2 * abs(measured), 0.96

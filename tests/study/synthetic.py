@@ -25,7 +25,7 @@ from study.results.collect import collect_rows
 from study.results.table import Row, read_table, write_table
 from study.text_kinds import PreparedText, TokenFile
 from tests.sealing import json_lines, reseal
-from tests.study.curved import curvature_content, slice_content, step_content
+from tests.study.curved import critical_content, curvature_content, slice_content, step_content
 from train.run.config import RunConfig
 from train.run.directory import CHECKPOINT_JSON, CheckpointRecord, RunDirectory
 from train.run.schedules import learning_rate
@@ -220,6 +220,12 @@ def _write_results(
         hf, trace, loss + 0.01, study.curvature.pairs, is_converged=step % 120 != 0
     )
     write_result(directory / curvature_result(run.name, model), content)
+    if study.critical and study.before(run, model):
+        is_last = step == run.total_steps
+        specs = study.quantization.by_block if is_last else ()
+        # Back towards the checkpoint before, and none where training ends.
+        content = critical_content(hf, trace, None if is_last else -0.5, specs)
+        write_result(directory / curvature_result(run.name, model, "critical"), content)
     if step == run.total_steps:
         _write_end(directory, study, run, loss)
 

@@ -97,7 +97,9 @@ def test_averages_and_replicates_have_no_part_in_trajectories(lawa):
 def test_stages_of_a_released_model_are_a_trajectory(lawa):
     def stage(name, parent, *steps):
         revisions = [ReleasedRevision(name=f"step{step}", step=step) for step in steps]
-        return ReleasedRun(name=name, source="a/b", parent=parent, revisions=tuple(revisions))
+        return ReleasedRun(
+            name=name, model="b", source="a/b", parent=parent, revisions=tuple(revisions)
+        )
 
     stages = (stage("stage1", None, 1, 2, 3), stage("anneal", "stage1", 4))
     study = changed(

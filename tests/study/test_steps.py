@@ -61,6 +61,8 @@ def test_tiny_has_a_step_for_everything_that_is_measured():
         "quantize": 8 * (3 + 1) * 2 + 8 * (1 + 1) * 2,
         "methods": 2 * 5,
         "curvature": 2 * 3 + 2,
+        # from the checkpoint before, which the control has in its parent
+        "critical": 2 * 2 + 2,
         "blocks": 2,
         "step": 2,
         "slice": 2,
