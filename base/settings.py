@@ -1,6 +1,7 @@
 """`--set PATH=VALUE`: one rule for every field of a run, of a study and of a released model."""
 
 import difflib
+import hashlib
 import re
 from collections.abc import Collection
 from typing import Any
@@ -9,6 +10,7 @@ from base.errors import UserError
 from base.names import nearest
 from base.reading import NotJsonError, parse_json
 
+LONGEST_NAMED = 64  # characters of a value that a name repeats; file systems end names at 255
 MOST_NAMED = 3  # paths that a refusal lists where none is the nearest
 
 
@@ -54,5 +56,10 @@ def change(content: dict[str, Any], setting: str) -> None:
 
 
 def name_part(name: str, value: str) -> str:
-    """Return what a setting adds to the name of a run or a study: '-peak_lr=6e-4'."""
+    """Return what a setting adds to the name of a run or a study: '-peak_lr=6e-4'.
+
+    A long value is a hash of it, since names are directories: '-planes=sha1b4f0e9851971998'.
+    """
+    if len(value) > LONGEST_NAMED:
+        value = f"sha{hashlib.sha256(value.encode()).hexdigest()[:16]}"
     return re.sub(r"[^A-Za-z0-9._=+-]+", "_", f"-{name}={value}")

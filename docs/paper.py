@@ -116,7 +116,7 @@ SHOWN = {
 def _costs(recipe: str) -> tuple[str, str, str]:
     """Return H100-hours of training and of measuring, and GB on disk, of a recipe in words."""
     study = resolve(recipe)
-    needs = Needs(study, Hardware(1), Path("runs") / study.name)
+    needs = Needs(study, Hardware(1))
     hours = {"train": 0.0, "measure": 0.0}
     for price in Prices(needs, steps_of(study), GPU).by_kind():
         assert price.hours

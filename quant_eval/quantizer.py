@@ -146,6 +146,7 @@ class QuantSpec(Frozen):
         casts_inputs: whether its modules round inputs, by what else is in the batch.
         folds: whether it moves scales between linears, so that one by itself means nothing.
         module: of `quant_eval.libraries`, which runs another project's library in its own process.
+        architectures: classes of models whose weights the library rounds right; None: all.
         abbreviations: words of a name, after bits and groups, that stand for all settings.
     """
 
@@ -161,6 +162,7 @@ class QuantSpec(Frozen):
     casts_inputs: ClassVar[bool] = False
     folds: ClassVar[bool] = False
     module: ClassVar[str | None] = None
+    architectures: ClassVar[tuple[str, ...] | None] = None
     abbreviations: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     bits: Annotated[int, _BITS] = Field(ge=1, le=16)

@@ -72,6 +72,15 @@ class DrawSettings(NumberSettings):
         description="of the first calibration draw, of random signs and of the bootstrap",
     )
 
+    def block_length(self, context: int) -> int:
+        """Return the number of tokens that a model of that context sees at once."""
+        if self.sequence_length is not None and self.sequence_length > context:
+            raise UserError(
+                f"{self.sequence_length} tokens are longer than the model's context of {context};"
+                " give fewer"
+            )
+        return self.sequence_length or min(BLOCK_TOKENS, context)
+
 
 class LossSettings(DrawSettings):
     """The losses before and after quantization, but for the texts: what a study holds."""
@@ -149,15 +158,6 @@ class CalibrationSettings(ComputeSettings, DrawSettings):
             " not read it"
         ),
     )
-
-    def block_length(self, context: int) -> int:
-        """Return the number of tokens that a model of that context sees at once."""
-        if self.sequence_length is not None and self.sequence_length > context:
-            raise UserError(
-                f"{self.sequence_length} tokens are longer than the model's context of {context};"
-                " give fewer"
-            )
-        return self.sequence_length or min(BLOCK_TOKENS, context)
 
     def calibration_length(self, context: int) -> int:
         """Return the number of tokens of a calibration sequence, of a document the most."""

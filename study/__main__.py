@@ -84,7 +84,7 @@ def show(
 
     kind = kind_named(gpu or DEFAULT_GPU)
     hardware = Hardware(1) if gpus is None else planned(gpus, kind, gpus)
-    needs, steps = Needs(study, hardware, root / study.name), steps_of(study)
+    needs, steps = Needs(study, hardware), steps_of(study)
     on_cpu = study.sized_for == "cpu" and gpus is None and gpu is None
     costs = core_lines(steps) if on_cpu else price_lines(Prices(needs, steps, kind))
     layouts = list(estimate_lines(needs)) if gpus else []  # refused before anything is shown
@@ -144,7 +144,7 @@ def run(
     cores = len(os.sched_getaffinity(0))
     hardware = this_machine(device, gpus, cores, sized_for=study.sized_for)
     directory = root / study.name
-    needs = Needs(study, hardware, directory)
+    needs = Needs(study, hardware)
     layouts = {name: training.run for name, training in needs.trainings.items()}
     check_text(study, directory)
     check_documents_of(study, directory)

@@ -33,7 +33,8 @@ Settings = Annotated[
         help=(
             "PATH=VALUE of the study, or of run.json for every run, such as"
             " quantization.eval_tokens=4096; part of the study's name. Of a trajectory also source,"
-            " every, stage, family or averages. Repeatable."
+            " every, stage, family or averages. settings=paper measures as arXiv 2510.06213."
+            " Repeatable."
         ),
     ),
 ]

@@ -193,7 +193,7 @@ class Study(Showable):
             try:
                 points = list(self.points_of(plane).values())
             except ValueError as error:
-                yield f"plane {plane.name}: {error}"
+                yield f"plane {plane.name}: {error}; correct planes, or leave them out: planes=[]"
                 continue
             if len(set(points)) != len(points):
                 yield f"plane {plane.name} goes through one model twice; give three"

@@ -41,7 +41,7 @@ def point_of(text: str, models: Mapping[str, Sequence[MeasuredModel]]) -> StudyP
 
     >>> models = {"lr1": [MeasuredModel(8), MeasuredModel(8, "lawa5x2")]}
     >>> point_of("lr1@8/lawa5x2/rtn-b4-g32", models)[1:]
-    (MeasuredModel(step=8, average='lawa5x2', soup_of=(), revision=None), 'rtn-b4-g32')
+    (MeasuredModel(step=8, average='lawa5x2', members=(), revision=None), 'rtn-b4-g32')
     """
     run, separator, rest = text.partition("@")
     if not separator:
@@ -59,9 +59,7 @@ def point_of(text: str, models: Mapping[str, Sequence[MeasuredModel]]) -> StudyP
     model = weights[step]
 
     averages = {
-        each.average: each
-        for each in models[run]
-        if each.average and _checkpoint(each) == step and not each.revision
+        each.average: each for each in models[run] if each.average and each.step == model.step
     }
     if more and more[0] in averages:
         model = averages[more.pop(0)]

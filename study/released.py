@@ -82,6 +82,9 @@ class ReleasedRun(Frozen):
         default=(), description="what it is an average of; then it is no step of training"
     )
     revisions: tuple[ReleasedRevision, ...] = Field(min_length=1, description="measured")
+    config: str | None = Field(
+        default=None, description="config.json of the last one, by which costs are estimated"
+    )
     windows: tuple[Annotated[int, Field(ge=2)], ...] = Field(
         default=(),
         description=(

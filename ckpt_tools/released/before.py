@@ -21,31 +21,37 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 
 
-def check_ends(source: str, revisions: Iterable[Revision]) -> None:
-    """Raise UserError where the first or last revision of a stage could not be measured."""
+def check_ends(source: str, revisions: Iterable[Revision]) -> dict[str, str]:
+    """Return config.json of the first and last revision of each stage, by revision.
+
+    UserError where one of them could not be measured.
+    """
     lines: dict[tuple[str, str], list[str]] = {}
     for each in revisions:
         lines.setdefault((each.repo, each.line), []).append(each.revision)
     ends = [name for names in lines.values() for name in (names[0], names[-1])]
-    check_revisions(source, list(dict.fromkeys(ends)))
+    return check_revisions(source, list(dict.fromkeys(ends)))
 
 
-def check_revisions(source: str, names: Sequence[str]) -> None:
-    """Raise UserError for a revision of the hub or a directory that could not be measured.
+def check_revisions(source: str, names: Sequence[str]) -> dict[str, str]:
+    """Return config.json of revisions of the hub or a directory, by revision.
 
-    No weights are read.
+    UserError for one that could not be measured. No weights are read.
     """
     if is_local(source):
+        configs = {}
         for name in names:
             directory = Path(source) / name
             check_files(source, name, (path.name for path in directory.glob("*")))
-            check_measurable(read_regular(directory / CONFIG), f"{source} at {name}")
-        return
+            content = read_regular(directory / CONFIG)
+            check_measurable(content, f"{source} at {name}")
+            configs[name] = content.decode()
+        return configs
     from ckpt_tools.released.hub import hub
 
     with hub(source) as api:
         plans = {name: api.model_info(source, revision=name, files_metadata=True) for name in names}
-        check_plans(api, source, plans)
+        return check_plans(api, source, plans)
 
 
 def tokenizer_sha256(source: str, revision: str) -> str | None:
@@ -72,21 +78,28 @@ def tokenizer_sha256(source: str, revision: str) -> str | None:
         return sha256_of(path)
 
 
-def check_plans(api: "HfApi", repo: str, plans: "Mapping[str, ModelInfo]") -> None:
-    """Raise UserError for a revision of the hub that could not be measured.
+def check_plans(api: "HfApi", repo: str, plans: "Mapping[str, ModelInfo]") -> dict[str, str]:
+    """Return config.json of revisions of the hub, by revision.
 
-    Of revisions with the same config.json, which is known by its hash, it is fetched once.
+    Of revisions with the same one, which is known by its hash, it is fetched once. UserError for a
+    revision that could not be measured.
     """
-    by_hash = {}
+    hashes = {}
     for name, plan in plans.items():
         files = {file.rfilename: file for file in plan.siblings or []}
         check_files(repo, name, files)
-        by_hash[files[CONFIG].blob_id] = name
-    for name in by_hash.values():
+        hashes[name] = files[CONFIG].blob_id
+    contents = {}
+    for name, digest in hashes.items():
+        if digest in contents:
+            continue
         with tempfile.TemporaryDirectory() as directory:
             # By its commit, so that a branch that moves meanwhile changes nothing.
             path = api.hf_hub_download(repo, CONFIG, revision=plans[name].sha, local_dir=directory)
-            check_measurable(read_regular(Path(path)), f"{repo} at {name}")
+            content = read_regular(Path(path))
+        check_measurable(content, f"{repo} at {name}")
+        contents[digest] = content.decode()
+    return {name: contents[digest] for name, digest in hashes.items()}
 
 
 def check_files(source: str, revision: str, names: Iterable[str]) -> None:

@@ -4,25 +4,20 @@ from collections.abc import Sequence, Set
 from itertools import cycle
 from typing import Any
 
-from dynamics.figures.quantization import DIVERGENCE_AXIS, ERROR_AXIS
+from dynamics.figures.quantization import AXES
 from study.definition import Study
 from study.figures.canvas import WEIGHTS, Canvas
 from study.figures.charts import NATS, Chart, Quantity, Rows
 from study.figures.figure import Drawn, drawn, figure
 from study.figures.looks import STAR
 from study.measurements.curvature import RELATIVE
-from study.measurements.quantization import (
-    CROSS_ENTROPY,
-    DIVERGENCE,
-    QUANTIZED_LOSS,
-    RELATIVE_ERROR,
-)
+from study.measurements.quantization import CROSS_ENTROPY, QUANTIZED_LOSS, RELATIVE_ERROR
 from study.measurements.titles import spec_title
 from study.released import ReleasedRun
 from study.results.averages import SOUP, Averaging, averagings_of, lowest_spec
 
 SHARPNESS = Quantity("relative trace of the Hessian", NATS)
-PAIRED = (ERROR_AXIS, DIVERGENCE_AXIS, SHARPNESS)  # columns with bars
+PAIRED = (*AXES.values(), SHARPNESS)  # columns with bars
 STARS = (  # of soups, with five, four and six points
     STAR,
     "M0,-2L.5,-.5L2,0L.5,.5L0,2L-.5,.5L-2,0L-.5,-.5Z",
@@ -54,9 +49,10 @@ def averages(canvas: Canvas) -> Drawn | None:
     shown = [
         (Quantity("loss", NATS), CROSS_ENTROPY.of(spec), "Full precision"),
         (Quantity("quantized loss", NATS), QUANTIZED_LOSS.of(spec), title),
-        (ERROR_AXIS, RELATIVE_ERROR.of(spec), title),
-        (DIVERGENCE_AXIS, DIVERGENCE.of(spec), title),
     ]
+    # The relative error first, as in the paper's figure 4c.
+    errors = dict.fromkeys((RELATIVE_ERROR, *canvas.study.quantization.measures))
+    shown += [(AXES[error], error.of(spec), title) for error in errors]
     settings = canvas.study.curvature
     if settings and settings.averages:
         shown.append((SHARPNESS, RELATIVE.name, "Curvature"))
@@ -129,8 +125,10 @@ def _panel(
     canvas: Canvas, rows: Rows, quantity: Quantity, columns: int, styles: dict[str, Chart]
 ) -> Chart:
     # The axis is fitted to what is trained after the first average.
-    since = [row["tokens"] for row in rows if row["series"] not in (WEIGHTS, PUBLISHED)]
-    if quantity not in PAIRED and since:
+    averaged = [row for row in rows if row["series"] not in (WEIGHTS, PUBLISHED)]
+    # averages of what follows pretraining have no tokens of it
+    tokens = [row["tokens"] for row in averaged if row[canvas.tokens.label] is not None]
+    if quantity not in PAIRED and tokens:
         # the losses of the first steps, far above, would flatten the others
-        quantity = quantity.near([row for row in rows if row["tokens"] >= min(since)])
+        quantity = quantity.near(canvas.since(rows, min(tokens)))
     return canvas.curves(rows, quantity, columns, **styles)

@@ -108,10 +108,7 @@ def _evaluations(canvas: Canvas, rows: Rows, dash: Chart, columns: int) -> Chart
 
 
 def _without_the_first(canvas: Canvas, rows: Rows) -> Quantity:
-    first = FIRST_SHARE * canvas.most_tokens
-    # What follows pretraining may have no tokens of its own.
-    late = [row for row in rows if row["tokens"] is None or row["tokens"] >= first]
-    return LOSS.near(late)
+    return LOSS.near(canvas.since(rows, FIRST_SHARE * canvas.most_tokens))
 
 
 BEFORE, AFTER = Quantity("full-precision loss", NATS), Quantity("quantized loss", NATS)

@@ -5,6 +5,7 @@ it shows. A study has them by the names of its figures (`Study.captions`).
 """
 
 import re
+from collections.abc import Collection
 
 PAPER = "arXiv:2510.06213"
 CURVATURE = {
@@ -14,6 +15,14 @@ CURVATURE = {
     ),
 }
 
+SLICES = {
+    "slices": f"Figure 8 of {PAPER}, of the runs of this study",
+}
+
+PLANE = {
+    "trajectory_plane": f"The plane of a trajectory in the repository of the authors of {PAPER}, of"
+    " the runs of this study",
+}
 SWEEP = CURVATURE | {
     "quantization_error": (
         f"Figure 3a of {PAPER}, which has 4 bits; 3 bits and the runs without anneal are ours"
@@ -33,13 +42,14 @@ WEIGHT_DECAYS = {
 DECAY_RULES = {
     "quantization_error": f"Figure 20 of {PAPER}; the runs without anneal are ours",
 }
-BUDGETS = CURVATURE | {
+BUDGETS = CURVATURE | PLANE
+BUDGETS |= {
     "quantization_error": f"The figure of token budgets of {PAPER}, which has 4 bits; 3 bits are"
     " ours",
     "losses": f"The figure of token budgets of {PAPER}, which has full precision; the quantized"
     " losses are ours",
 }
-LAWA = {
+LAWA = PLANE | {
     "averages": f"Figures 4a (full precision), 4b (3 bits) and 4c (relative error) of {PAPER}; the"
     " KL divergence, and how dense the checkpoints are, are ours",
 }
@@ -71,19 +81,40 @@ RELEASED = {
     },
     r"allenai/OLMo-2-.*": {
         "quantization_error": f"Figure 2 of {PAPER}",
-        "full_against_quantized": f"The figure of averages of released models of {PAPER}",
-    },
-    r"allenai/OLMo-1B(-hf)?": {
-        "full_against_quantized": f"The figure of averages of released models of {PAPER}",
     },
     r"LLM360/Amber": {"quantization_error": f"Figure 12 of {PAPER}"},
     r"swiss-ai/Apertus-8B-2509": {"quantization_error": f"Figure 13 of {PAPER}"},
 }
 
 
-def of_released(repository: str) -> dict[str, str]:
-    """Return captions of the trajectory of a released model; none where the paper has none."""
-    for pattern, captions in RELEASED.items():
-        if re.fullmatch(pattern, repository):
-            return captions
-    return {}
+# Of models that the paper averages, where a study does.
+AVERAGED = {
+    "full_against_quantized": f"The figure of averages of released models of {PAPER}",
+}
+OF_AVERAGES = r"allenai/OLMo-(1B(-hf)?|2-.*)"
+
+# What the paper's measuring settings add.
+FURTHER_METHODS = {
+    "methods_along_training": f"AWQ and LLM.int8() as in appendix A of {PAPER}, of the runs of this"
+    " study",
+}
+ACCURACY = {
+    "accuracy_degradation": f"The figure of loss and accuracy of section 3.2 of {PAPER}, of the"
+    " runs of this study",
+}
+
+
+def of_released(repositories: Collection[str], *, averaged: bool = False) -> dict[str, str]:
+    """Return captions of the trajectories of released models in one study.
+
+    None where the paper has no such figure, or not these models in one.
+    """
+
+    def are(pattern: str) -> bool:
+        return all(re.fullmatch(pattern, repository) for repository in repositories)
+
+    captions: dict[str, str] = {}
+    for pattern, those in RELEASED.items():
+        if are(pattern):
+            captions |= those
+    return captions | AVERAGED if averaged and are(OF_AVERAGES) else captions

@@ -6,10 +6,12 @@ gptqmodel_quantize.py, evaluation.py and hf_tasks.py.
 
 from typing import Any
 
+from dynamics.recipes import captions
 from dynamics.recipes.web import WEB_QUANTIZATION
 from quant_eval.specs import parse_spec
 from study.definition import Study
 from study.measurements.tasks import TasksSettings
+from study.planes import NamedPlane
 from study.recipes.presets import preset
 
 BITS, GROUP_SIZE = (3, 4), 128
@@ -44,12 +46,31 @@ def paper(study: Study) -> Study:
             "calibration_seeds": 1,
         }
     )
+    planes = _requantized(study.planes, dict(zip(recipe.specs, specs, strict=False)))
+    study = study.model_copy(update={"planes": planes})
+    of_methods = study.captions | captions.FURTHER_METHODS
     if is_small:
-        return study.model_copy(update={"quantization": quantization})
+        return study.model_copy(update={"quantization": quantization, "captions": of_methods})
     evaluated = {"eval_tokens": WEB_QUANTIZATION.eval_tokens}
     return study.model_copy(
         update={
             "quantization": quantization.model_copy(update=CALIBRATION | evaluated),
             "tasks": TasksSettings(specs=specs, along=True, dtype=recipe.dtype, **CALIBRATION),
+            "captions": of_methods | captions.ACCURACY,
         }
+    )
+
+
+def _requantized(planes: tuple[NamedPlane, ...], specs: dict[str, str]) -> tuple[NamedPlane, ...]:
+    """Return planes whose quantized points are by these specs in place of the recipe's."""
+
+    def replaced(point: str) -> str:
+        model, _, spec = point.rpartition("/")
+        return f"{model}/{specs[spec]}" if spec in specs else point
+
+    return tuple(
+        plane.model_copy(
+            update={"points": {name: replaced(point) for name, point in plane.points.items()}}
+        )
+        for plane in planes
     )

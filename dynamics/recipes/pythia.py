@@ -414,6 +414,11 @@ def end_plane(size: Size, stable: str, annealed: str, *, average: str = "") -> N
     return NamedPlane(name="ends", points=points | third)
 
 
+def of_slices(size: Size) -> dict[str, str]:
+    """Return the captions of slices, which a size that measures nothing by block has none of."""
+    return captions.SLICES if size.measured["quantization"].by_block else {}
+
+
 def measured(runs: Iterable[RunConfig], size: Size, *followed: str, **settings: Any) -> Study:
     """Return the study of runs with what all these recipes measure.
 
@@ -440,7 +445,7 @@ def pythia_160m_lr(*, smoke: bool = False) -> Study:
         learning_rates(size),
         size,
         f"cooldown: from 80e9 to 100e9 tokens, as in the authors' figure of the sweep; {APPENDIX}",
-        captions=captions.SWEEP,
+        captions=captions.SWEEP | of_slices(size),
         planes=(end_plane(size, f"{name}-control", name),),
     )
 

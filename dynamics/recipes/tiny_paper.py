@@ -86,7 +86,9 @@ TINY = Size(
 # Two show how far trainings that differ in their seed alone are apart.
 SEEDS = (1, 2)
 
-ALONG = ("quantization_error", "full_against_quantized")  # as the paper has them
+# As the paper has them; those of further settings, such as `settings=paper`, where these are given.
+ALONG = ("quantization_error", "absolute_error", "full_against_quantized")
+ASKED = ("tasks", "accuracy_degradation")
 FURTHER = ("anneal_against_control", "kl_divergence", "losses")
 
 
@@ -115,7 +117,7 @@ def parts_of(size: Size) -> list[tuple[Experiment, list[RunConfig]]]:
             "learning-rates",
             "Figure 3: learning rates",
             sweep,
-            figures=(*ALONG, "ends", *FURTHER, "methods"),
+            figures=(*ALONG, "ends", *FURTHER, "methods", "methods_along_training", *ASKED),
             captions=captions.SWEEP,
             claims=("flat", "surge", "divergence", "peaks", "matched", "methods"),
         ),
@@ -143,7 +145,7 @@ def parts_of(size: Size) -> list[tuple[Experiment, list[RunConfig]]]:
                 *("curvature", "error_against_curvature", "sharpness", "slices"),
                 *("prediction", "blocks", "formula"),
             ),
-            captions=captions.CURVATURE,
+            captions=captions.CURVATURE | experiments_of.of_slices(size),
             claims=("sharpness", "sharpening", "formula"),
         ),
         _part(

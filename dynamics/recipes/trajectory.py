@@ -3,6 +3,7 @@
 Which revisions there are is listed when the study is made; study.json holds them from then on.
 """
 
+import json
 import re
 import sys
 from collections import Counter
@@ -32,8 +33,11 @@ from dynamics.recipes.captions import of_released
 from dynamics.recipes.olmo2 import TRACES
 from dynamics.recipes.released_averages import described, with_averages
 from dynamics.recipes.web import WEB_CRITICAL, WEB_QUANTIZATION, web_text
+from quant_eval.specs import parse_spec
+from study.axes import AnyRun
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
+from study.measurements.quantization import QuantizationSettings
 from study.recipes.changed import OF_RECIPE, with_study_settings
 from study.recipes.parts import (
     SMALL_CRITICAL,
@@ -43,6 +47,7 @@ from study.recipes.parts import (
 )
 from study.recipes.presets import PRESET
 from study.released import ReleasedRevision, ReleasedRun, is_after_pretraining
+from train.model.families import FAMILIES
 from train.model.families.released import MAIN
 
 TRAJECTORY = "trajectory"
@@ -84,6 +89,7 @@ class Source(NamedTuple):
     place: str  # of a directory the absolute path
     revisions: list[Revision]
     listed: list[Revision]  # all that there are
+    configs: dict[str, str]  # config.json of the first and last revision of each stage
 
     @property
     def directory(self) -> Path | None:
@@ -123,7 +129,9 @@ def trajectory(*, smoke: bool, settings: Sequence[str], on_text: bool) -> Study:
     """Released models at their revisions, with --set source=OWNER/NAME or a directory."""
     study = trajectory_of(released_of(settings), smoke=smoke, on_text=on_text)
     of_study = tuple(each for each in settings if path_of(each) not in Released.model_fields)
-    return with_study_settings(study, of_study) if of_study else study
+    study = with_study_settings(study, of_study) if of_study else study
+    _check_libraries(study)
+    return study
 
 
 def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
@@ -157,8 +165,11 @@ def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
         sized_for="any",
         text=web_text((own and own.tokenizer) or final_repo(first.place)),
         runs=runs,
-        captions=of_released(released.family or first.place),
-        quantization=SMALL_QUANTIZATION if smoke else QUANTIZATION,
+        captions=of_released(
+            {each.repo for of in sources for each in of.revisions},
+            averaged=released.averages is not None,
+        ),
+        quantization=_fitting(SMALL_QUANTIZATION if smoke else QUANTIZATION, runs),
         curvature=curvature,
         critical=critical.model_copy(update={"sequence_length": curvature.sequence_length}),
     )
@@ -167,6 +178,8 @@ def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
 def _places(source: str) -> list[str]:
     """Return the repositories and directories of --set source; UserError for one given twice."""
     places = [source] if Path(source).is_dir() else [part.strip() for part in source.split(",")]
+    if "" in places:
+        raise UserError(f"--set source={source} has an empty name; leave out a comma, or name it")
     for place, count in Counter(places).items():
         if count > 1:
             raise UserError(f"--set source=... names {place} {count} times; name it once")
@@ -183,8 +196,40 @@ def _source(place: str, released: Released, *, on_text: bool) -> Source:
         )
     listed = revisions_of(place, released.family)
     revisions = _placed(choose(listed, every=released.every, stage=released.stage), released.stage)
-    check_ends(place, revisions)
-    return Source(str(Path(place).resolve()) if local else place, revisions, listed)
+    configs = check_ends(place, revisions)
+    return Source(str(Path(place).resolve()) if local else place, revisions, listed, configs)
+
+
+def _unfit(specs: Iterable[str], runs: Iterable[AnyRun]) -> dict[str, str]:
+    """Return the specs whose library does not round these models right, with the reason."""
+    configs = {run.config for run in runs if isinstance(run, ReleasedRun) and run.config}
+    classes = {FAMILIES[json.loads(config)["model_type"]].architecture for config in configs}
+    reasons = {}
+    for spec in specs:
+        parsed = parse_spec(spec)
+        if parsed.architectures and (wrong := sorted(classes.difference(parsed.architectures))):
+            reasons[spec] = f"{parsed.library} does not quantize {wrong[0]} right"
+    return reasons
+
+
+def _fitting(settings: QuantizationSettings, runs: Iterable[AnyRun]) -> QuantizationSettings:
+    """Return the recipe's settings without methods that do not fit; a line names them."""
+    unfit = _unfit(settings.methods, runs)
+    if unfit:
+        reason = next(iter(unfit.values()))
+        print(f"left out of the methods: {', '.join(unfit)}, as {reason}", file=sys.stderr)
+    methods = tuple(spec for spec in settings.methods if spec not in unfit)
+    return settings.model_copy(update={"methods": methods})
+
+
+def _check_libraries(study: Study) -> None:
+    """Raise UserError for a spec, as settings name it, that does not fit the models."""
+    for spec, reason in _unfit(study.measured_specs, study.runs).items():
+        raise UserError(
+            f"spec {spec}: {reason}; take this project's own, --set"
+            ' \'quantization.specs=["gptq-b3-g128-actorder", "gptq-b4-g128-actorder"]\', and where'
+            " tasks are asked the same of tasks.specs"
+        )
 
 
 def check_tokenizers(sources: Sequence[Source]) -> None:
@@ -309,6 +354,7 @@ def _runs(released: Released, sources: Sequence[Source]) -> tuple[ReleasedRun, .
                 parent=parent if parent in runs else None,
                 restarts=members[0].restarts,
                 average_of=members[0].average_of,
+                config=source.configs.get(members[-1].revision),
                 revisions=tuple(map(ReleasedRevision.of, members)),
             )
     return tuple(runs.values())

@@ -39,16 +39,9 @@ from quant_eval.libraries.outcome import (
     check_outcome,
     original_weights,
 )
-from quant_eval.quantizers.libraries import GPTAQ, GPTQModel
+from quant_eval.quantizers.libraries import BY_GPTQMODEL, GPTAQ, GPTQModel
 
 Inversion = Callable[[Any, Tensor], tuple[Tensor | None, float]]
-# Found right linear by linear. Olmo is not: gptqmodel does not know the order of its linears, and
-# calibrates o_proj and down_proj on inputs from before q_proj and gate_proj were rounded.
-RIGHT = (
-    *("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM"),
-    *("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("SmolLM3ForCausalLM", "ApertusForCausalLM", "Olmo3ForCausalLM"),
-)
 ENVIRONMENT = {
     # the fewest it starts with; on its own it takes as many as there are cores
     "GPTQMODEL_CPU_WORKERS": "2",
@@ -199,7 +192,7 @@ def quantize(job: Job) -> None:
         raise UserError(f"gptqmodel drops sequences of {shortest} tokens; calibrate on longer ones")
 
     dtype = DTYPES[job.dtype]
-    hf_model = load_hf_model(job.hf_dir, dtype, attention="sdpa", architectures=RIGHT)
+    hf_model = load_hf_model(job.hf_dir, dtype, attention="sdpa", architectures=BY_GPTQMODEL)
     check_alike("gptqmodel", hf_model.config, max(map(len, draw)))
     # Names are taken before gptqmodel works on the model, which it does not leave as it was.
     linears, original = [*block_linears(hf_model)], original_weights(job.hf_dir, hf_model, dtype)

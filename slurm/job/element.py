@@ -85,7 +85,7 @@ class ElementStart:
         self.resources = self.site.resources_of(self.array.kind)
         self.study = load_study(study_dir)
         self.ledger = Ledger(study_dir, steps_of(self.study))
-        self.needs = Needs(self.study, self.resources.hardware, study_dir)
+        self.needs = Needs(self.study, self.resources.hardware)
         self.start = f"{job}.{restarts()}"
         names = self.array.elements[index]
         if unknown := [name for name in names if name not in self.ledger.steps]:

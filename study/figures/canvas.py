@@ -72,9 +72,9 @@ class Canvas:
     def __init__(self, study: Study, table: Sequence[Row], directory: Path) -> None:
         self.study, self.table, self.directory = study, table, directory
         self.runs = runs_of(study)
-        # By run the stage whose place is in order, as its tokens are of no pretraining.
+        # By name the stages whose places are in order, as their tokens are of no pretraining.
         self.after = {
-            run.name: run.stage
+            run.name: run
             for run in study.runs
             if isinstance(run, ReleasedRun) and is_after_pretraining(study.runs, run)
         }
@@ -88,7 +88,7 @@ class Canvas:
         end = 1.02 * self.most_tokens / self.unit
         unit = "billion" if billions else "million"
         measured = {row["run"] for row in table}
-        stages = dict.fromkeys(self.after[run] for run in self.after if run in measured)
+        stages = dict.fromkeys(run.stage for name, run in self.after.items() if name in measured)
         self.tokens = Quantity("training tokens", unit, domain=(0.0, end), in_order=tuple(stages))
         self.rates = self._rates()
         self._metrics: dict[str, Rows] = {}  # by run, read once: a probe has many figures in it
@@ -112,10 +112,12 @@ class Canvas:
             for row in self.rows_of(run, column, average):
                 yield row, self.tokens.values(row["tokens"] / self.unit)
             return
-        rows = self._holding(run, column, average)
-        for index, row in enumerate(rows):
-            number = self.tokens.in_order.index(stage) + 1
-            place = self.tokens.place_of(stage, (index + 0.5) / len(rows))
+        number = self.tokens.in_order.index(stage.stage) + 1
+        # An average is at the place of the last revision that it takes in.
+        steps = [revision.step for revision in stage.fetched]
+        for row in self._holding(run, column, average):
+            share = (steps.index(row["step"]) + 0.5) / len(steps)
+            place = self.tokens.place_of(stage.stage, share)
             yield row, {self.tokens.label: None, PLACE: place, AFTER: number}
 
     def last_rows(self, column: str) -> dict[str, Row]:
@@ -184,6 +186,11 @@ class Canvas:
             | quantity.values(row[column], interval_of(row, column))
             for run, row in self.last_rows(column).items()
         ]
+
+    def since(self, rows: Rows, tokens: float) -> Rows:
+        """Return the rows of so many tokens or more, and all of what follows pretraining."""
+        label = self.tokens.label
+        return [row for row in rows if row[label] is None or row["tokens"] >= tokens]
 
     def curves(self, rows: Rows, quantity: Quantity, columns: int, **more: Any) -> Chart:
         """Return the panel of rows of `along`, named as they are; `more` is of the marks."""

@@ -19,6 +19,8 @@ from train.planning.memory import rank_memory
 from train.planning.plan import in_words
 from train.planning.speed import GpuHours
 
+UNKNOWN = "no config.json states the size"  # of a released model
+
 
 def estimate_lines(needs: Needs) -> Iterator[str]:
     """Yield what the study takes of `needs.hardware`, of a kind in `train.planning.flops.GPUS`.
@@ -41,7 +43,7 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
         step = next((step for step in steps_of(study) if step.kind == kind), None)
         if step:
             memory = needs.hessian_memory(step)
-            size = f"{memory / GB:.1f} GB of each" if memory else "size known once it is there"
+            size = f"{memory / GB:.1f} GB of each" if memory else UNKNOWN
             verdict = ": DOES NOT FIT" if memory and memory > hardware.gpu_bytes else ""
             words = f"{_gpus(needs.gpus(step))}, sharding {needs.sharding(step)}"
             yield f"  {kind}: {words}; {size}{verdict}"
@@ -53,20 +55,20 @@ def price_lines(prices: Prices) -> Iterator[str]:
     """Yield a table of the steps by kind with their GPU-hours, the total and the longest chain."""
     by_kind = list(prices.by_kind())
     known = [price.hours for price in by_kind if price.hours]
-    total = GpuHours(*map(sum, zip(*known, strict=True))) if known else GpuHours(0, 0, 0)
+    on_gpus = [price for price in by_kind if price.gpus[1]]
+    is_whole = all(price.hours for price in on_gpus)
 
     rows = [("steps", "", "GPUs each", f"{prices.gpu.upper()}-hours")]
-    for price in by_kind:
-        if price.gpus[1]:
-            hours = "known once the model is there" if price.hours is None else str(price.hours)
-            gpus = "-".join(map(str, dict.fromkeys(price.gpus)))
-            rows.append((price.kind, str(price.steps), gpus, hours))
-    is_whole = len(known) == len(by_kind)
-    rows.append(("in all" if is_whole else "in all, of those known", "", "", str(total)))
+    for price in on_gpus:
+        hours = UNKNOWN if price.hours is None else str(price.hours)
+        gpus = "-".join(map(str, dict.fromkeys(price.gpus)))
+        rows.append((price.kind, str(price.steps), gpus, hours))
+    total = GpuHours(*map(sum, zip(*known, strict=True))) if is_whole else None
+    rows.append(("in all", "", "", str(total or UNKNOWN)))
     yield from aligned(rows, right={1, 2})
     yield from wrapped(_without_gpus(by_kind))
     yield "estimates: training by its roofline; measuring within a factor of two"
-    if prices.needs.hardware.gpus:
+    if total and prices.needs.hardware.gpus:
         yield from _wall_clock(prices, total)
 
 
@@ -105,7 +107,7 @@ def disk_line(needs: Needs) -> str:
     more = f", and {gigabytes(restarts)} GB of restart checkpoints with {at_once} in training"
     return (
         f"disk: {gigabytes(sum(needed.values()))} GB ({disk or 'nothing'}) at the end"
-        f"{more if restarts else ''}; text is not counted"
+        f"{more if restarts else ''}; text and models that are fetched are not counted"
     )
 
 

@@ -18,7 +18,6 @@ from base.frozen import fingerprint
 from curvature.settings import HessianSettings, HutchinsonSettings
 from study.definition import KINDS, Study
 from study.machine.hardware import UNKNOWN_BYTES, Hardware
-from study.paths import hf_directory
 from study.step import Machine, Step, torchrun
 from train.model.config import hf_settings
 from train.planning.flops import GPUS, GPUS_PER_NODE
@@ -49,14 +48,12 @@ class TrainingLayout(NamedTuple):
 
 
 class Needs:
-    """The needs of one study's steps on some hardware.
+    """The needs of one study's steps on some hardware."""
 
-    The size of a released model is known once it is in the study's directory.
-    """
-
-    def __init__(self, study: Study, hardware: Hardware, directory: Path) -> None:
-        self.study, self.hardware, self.directory = study, hardware, directory
-        self._configs: dict[str, str] = {}  # by run, once known: asked for every open step
+    def __init__(self, study: Study, hardware: Hardware) -> None:
+        self.study, self.hardware = study, hardware
+        self._runs = {run.name: run for run in study.runs}
+        self._configs: dict[str, str] = {}  # by run: asked for every open step
 
     @cached_property
     def trainings(self) -> dict[str, TrainingLayout]:
@@ -143,20 +140,15 @@ class Needs:
         return hessian_bytes(config, settings, gpus, along=along)
 
     def config(self, step: Step) -> str | None:
-        """Return config.json of the model that a step measures; None where it is not there yet."""
+        """Return config.json of the model that a step measures; None where no source states it."""
+        run = self._runs[step.run]
+        if not isinstance(run, RunConfig):
+            return run.config
+        # Known before any checkpoint is, as far as it decides the cost.
         if step.run not in self._configs:
-            run = next(run for run in self.study.runs if run.name == step.run)
-            if isinstance(run, RunConfig):  # as far as it decides the cost
-                # Known before any checkpoint is, so that `show` can plan before anything runs.
-                shape = hf_settings(run.model, run.data.sequence_length, 0)
-                self._configs[step.run] = json.dumps({"model_type": run.model.family, **shape})
-                return self._configs[step.run]
-            for model in self.study.models_of(run):
-                path = self.directory / hf_directory(run.name, model) / "config.json"
-                if path.is_file():
-                    self._configs[step.run] = path.read_text()
-                    break
-        return self._configs.get(step.run)
+            shape = hf_settings(run.model, run.data.sequence_length, 0)
+            self._configs[step.run] = json.dumps({"model_type": run.model.family, **shape})
+        return self._configs[step.run]
 
 
 def _counts(gpus: int) -> tuple[int, ...]:
@@ -182,11 +174,11 @@ def no_layout(run: RunConfig, study: Study, where: str) -> str:
 @cache
 def model_config(config: str) -> "PretrainedConfig":
     """Return the configuration in a config.json."""
-    from transformers import AutoConfig  # takes seconds, which a study on the CPU need not spend
+    # It imports transformers, which takes seconds that a study on the CPU need not spend.
+    from ckpt_tools.hf.configuration import configuration
 
     content = json.loads(config)
-    model: PretrainedConfig = AutoConfig.for_model(content.pop("model_type"), **content)
-    return model
+    return configuration(content.pop("model_type"), **content)
 
 
 @cache

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from base.grouping import grouped
 from curvature.critical.line import PASSES
-from curvature.settings import LineSettings, PlaneSettings
+from curvature.settings import LineSettings, PlaneSettings, checked_length
 from quant_eval.cost import Shape, forward_seconds, quantizing_seconds
-from quant_eval.settings import BLOCK_TOKENS, DrawSettings
+from quant_eval.settings import DrawSettings
 from quant_eval.specs import parse_spec
 from study.definition import KINDS, Study
 from study.machine.needs import Needs, hessian_cost, model_config
@@ -68,7 +68,9 @@ class PricedModel:
     def length(self, settings: DrawSettings | PlaneSettings | LineSettings) -> int:
         """Return the tokens that a model sees at once."""
         context: int = model_config(self.config).max_position_embeddings
-        return settings.sequence_length or min(BLOCK_TOKENS, context)
+        if isinstance(settings, DrawSettings):
+            return settings.block_length(context)
+        return checked_length(context, settings.sequence_length)
 
     def start(self, dtype: str) -> float:
         """Return the seconds until a process has read the model."""

@@ -61,7 +61,7 @@ def recipe_lines() -> Iterator[str]:
 
 def summary(study: Study, *, whole: bool = False) -> Iterator[str]:
     """Yield what a study trains and measures; `whole` with all runs, specs and files of text."""
-    yield f"{study.name}: {study.description}"
+    yield from _wrapped(study.name, study.description)
     yield ""
     yield from _run_table(study, None if whole else RUNS_SHOWN)
     yield ""
@@ -142,8 +142,10 @@ def _run_table(study: Study, runs_shown: int | None) -> Iterator[str]:
     said = [f"{column} {value}" for column, value in shared.items() if value]
     if said:
         yield from _wrapped("all runs", ", ".join(said))
+    named = {row.get("schedule") for row in shown}
     for words, letter in letters.items():
-        yield from _wrapped(f"schedule {letter}", words)
+        if letter in named:
+            yield from _wrapped(f"schedule {letter}", words)
 
 
 def letters_of(items: Collection[object]) -> Iterator[str]:

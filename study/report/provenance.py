@@ -50,7 +50,7 @@ def _training_rows(directory: Path, study: Study) -> dict[str, str]:
         rows["soups"] = "; ".join(f"{soup.name}, {soup.describe()}" for soup in study.soups)
     run = study.trained[0]
     zero = f", ZeRO stage {run.zero.stage}" if run.engine == "deepspeed" else ""
-    ranks = Needs(study, Hardware.recorded(directory), directory).trainings[run.name].ranks
+    ranks = Needs(study, Hardware.recorded(directory)).trainings[run.name].ranks
     counted = "1 rank" if ranks == 1 else f"{ranks} ranks"
     rows["engine"] = f"{ENGINE_PACKAGES[run.engine]}{zero}, {counted}"
     path = RunDirectory(directory / run.name).environment_json
@@ -116,7 +116,7 @@ def commands(directory: Path, study: Study) -> dict[str, list[str]]:
     Those that come first set the environment and run the study again.
     """
     hardware = Hardware.recorded(directory)
-    needs = Needs(study, hardware, directory)
+    needs = Needs(study, hardware)
     groups = grouped(steps_of(study), _part)
     settings = f"export STUDY={shlex.quote(str(directory.absolute()))} OMP_NUM_THREADS=1"
     settings += "" if hardware.gpus else " CUDA_VISIBLE_DEVICES="

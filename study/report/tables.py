@@ -13,6 +13,7 @@ from study.measurements.kind import NATS, Column
 from study.measurements.quantization import (
     CROSS_ENTROPY,
     DIVERGENCE,
+    LOSS_INCREASE,
     QUANTIZED_LOSS,
     RELATIVE_ERROR,
 )
@@ -267,14 +268,14 @@ def average_table(study: Study, rows: Sequence[Row]) -> Table | None:
         return None
 
     specs = study.quantization.specs
-    figures = (QUANTIZED_LOSS, RELATIVE_ERROR, DIVERGENCE)
+    figures = dict.fromkeys((QUANTIZED_LOSS, RELATIVE_ERROR, *study.quantization.measures))
     shown = [(CROSS_ENTROPY, specs[0]), *((figure, spec) for spec in specs for figure in figures)]
 
     # digits, factor and unit of each column
     formats: dict[str, tuple[int, float, str]] = {}
     for figure, spec in shown:
         column = figure.of(spec)
-        formats[column] = (5 if figure == DIVERGENCE else 3, 1, "")
+        formats[column] = (5 if figure in (DIVERGENCE, LOSS_INCREASE) else 3, 1, "")
         if figure.is_share:
             digits = percent_digits(bounded(row, column) for *_, row in compared)
             formats[column] = (digits, 100, PERCENT)
@@ -287,13 +288,13 @@ def average_table(study: Study, rows: Sequence[Row]) -> Table | None:
         for label, model, row in compared
     ]
 
-    names = ["quantized loss", "error", "KL divergence"]
+    names = ["error" if figure == RELATIVE_ERROR else figure.title for figure in figures]
     note = (
         "At the end of each phase and of each soup: averages beside the weights of the same step."
         " Losses and divergences in nats per token."
     )
     head = [study.heading, "weights", "loss", *names * len(specs)]
-    groups = [("", 3), *((spec_title(spec), 3) for spec in specs)]
+    groups = [("", 3), *((spec_title(spec), len(figures)) for spec in specs)]
     return Table("Averages of weights", note, head, body, groups)
 
 

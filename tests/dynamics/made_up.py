@@ -10,7 +10,7 @@ from study.definition import Study
 from study.figures.canvas import Canvas
 from study.measurements.curvature import CONVERGED, RELATIVE, RESIDUAL, TOP, TRACE
 from study.paths import MeasuredModel
-from study.released import ReleasedRun
+from study.released import ReleasedRevision, ReleasedRun
 from study.results.collect import phase_of
 from study.results.table import Row, figure_columns
 from tests.sealing import json_lines
@@ -47,7 +47,12 @@ def made_up(study: Study) -> list[Row]:
 def _tokens(run: RunConfig | ReleasedRun, model: MeasuredModel) -> int | None:
     if isinstance(run, RunConfig):
         return run.tokens_at(model.step)
-    return run.named(model.revision).tokens
+    return _revision(run, model).tokens
+
+
+def _revision(run: ReleasedRun, model: MeasuredModel) -> ReleasedRevision:
+    """An average is at the place of the last that it takes in."""
+    return run.named(Path(model.members[-1]).name if model.members else model.revision)
 
 
 def _row(
@@ -59,7 +64,7 @@ def _row(
         rate, peak = learning_rate(run, step), run.optimizer.peak_lr
     else:
         # one peak for all stages, those of post-training aside
-        revision = run.named(model.revision)
+        revision = _revision(run, model)
         rate, at = revision.learning_rate or 0.0, revision.step
         peak = max(each.peak_lr or 0 for each in study.runs if isinstance(each, ReleasedRun))
     values: dict[str, Any] = {"study": study.name, "run": run.name, "average": model.average}

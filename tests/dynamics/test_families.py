@@ -18,14 +18,17 @@ import torch
 import vl_convert
 
 from base.errors import UserError
+from dynamics.figures.averages import averages
+from dynamics.figures.losses import full_against_quantized, losses
 from dynamics.figures.quantization import quantization_error
 from dynamics.forecast.page import MeasuredStudy
 from study.definition import Study, save_study
-from study.figures.canvas import AFTER, Canvas
+from study.figures.canvas import AFTER, WEIGHTS, Canvas
 from study.figures.charts import PLACE
 from study.figures.figure import write_figure
 from study.figures.looks import SOUP, STAR
 from study.released import ReleasedRevision, ReleasedRun
+from study.results.averages import LAWA
 from study.results.table import Row, read_table
 from study.steps import steps_of
 from tests.dynamics.drawing import chart_of, drawn
@@ -40,6 +43,7 @@ from tests.dynamics.families import (
     study_of,
     tokens_of,
 )
+from tests.dynamics.made_up import made_up
 from tests.quant_eval.models import random_model, token_file
 from tests.study.claimed import plant, table
 from tests.study.running import run_steps
@@ -337,3 +341,23 @@ def test_planted_weights_are_measured_as_planted(tmp_path, tokenizer_dir):
     assert judged["flat"].outcome == judged["surge"].outcome == "supported"
     stars = figure(tmp_path, study, rows)[0]
     assert sum(revision_of(study, row)[1] == "main" for row in stars) == 2
+
+
+def test_averages_after_pretraining_are_at_the_revisions_that_they_end_with(tmp_path, smollm3):
+    """Those of context extension have no tokens, which the axes of losses look for."""
+    long_context = [run for run in smollm3.runs if run.name.endswith("lc-4k-to-32k")]
+    assert [len(run.revisions) for run in long_context] == [2]
+    runs = [
+        run.model_copy(update={"windows": (2,)}) if len(run.revisions) > 1 else run
+        for run in smollm3.runs
+    ]
+    study = Study.model_validate(dict(smollm3) | {"runs": tuple(runs)})
+    rows = drawn(averages, Canvas(study, made_up(study), tmp_path)).rows
+    label = study.label_of(
+        study.runs[[run.name for run in smollm3.runs].index(long_context[0].name)]
+    )
+    of_stage = [row for row in rows if row["run"] == label and row["panel"] == rows[0]["panel"]]
+    places = {(row["series"], row["step"]): row[PLACE] for row in of_stage}
+    assert places[LAWA, 20_000] == places[WEIGHTS, 20_000] > places[WEIGHTS, 4000]
+    for figure in (losses, full_against_quantized):
+        assert drawn(figure, Canvas(study, made_up(study), tmp_path)).rows

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from dynamics.choices.learning_rate import learning_rate_line
+from dynamics.figures.averages import averages
 from dynamics.figures.ends import anneal_against_control
 from dynamics.figures.quantization import (
+    INCREASE,
     LOST,
     accuracy_degradation,
     kl_divergence,
@@ -22,7 +24,7 @@ from study.measurements.titles import spec_title
 from study.paths import MeasuredModel, hf_directory, result
 from study.recipes.resolve import resolve
 from study.report.report import intervals_note
-from study.report.tables import effect_tables, end_table, method_table
+from study.report.tables import average_table, effect_tables, end_table, method_table
 from study.results.effects import effects_of
 from study.results.paired import Paired
 from study.results.summary import summarize
@@ -125,6 +127,19 @@ def test_the_report_says_that_one_draw_is_in_no_interval(study_dir, study):
     assert "the evaluation text has 28 blocks)" in intervals_note(one, rows)
     assert "the evaluation text has 28 documents)" in intervals_note(several, rows)
     assert words not in intervals_note(several, rows) + intervals_note(uncalibrated, rows)
+
+
+def test_averages_are_compared_by_it_too(study_dir, study):
+    rows = table_of(study_dir, study)
+    for measure, is_shown in (("absolute_error", True), ("kl_divergence", False)):
+        changed = showing(study, measure)
+        head = present(average_table(changed, rows)).head
+        assert head.count("loss increase") == is_shown * len(study.quantization.specs)
+        assert head[3:6] == ["quantized loss", "error", "loss increase"][: 2 + is_shown] + [
+            "KL divergence"
+        ] * (not is_shown)
+        shown = drawn(averages, Canvas(changed, rows, study_dir)).rows
+        assert any(INCREASE.label in row for row in shown) is is_shown
 
 
 def test_nothing_else_changes_for_the_default(study):

@@ -24,6 +24,7 @@ from study.recipes.parts import PROFILES
 from study.recipes.resolve import named_recipe, recipe_names, resolve
 from study.released import ReleasedRevision, ReleasedRun
 from tests.dynamics.drawing import chart_of, drawn
+from tests.dynamics.families import OLMO2, lay_out, olmo2, study_of
 from tests.dynamics.made_up import canvas_of
 
 # recipe, figure here, and how its caption begins
@@ -49,6 +50,7 @@ RELEASED = {
         "quantization_error": "Figures 1b (3 bits) and 1c (4 bits)",
     },
     "allenai/OLMo-2-1124-7B": {"quantization_error": "Figure 2"},
+    "allenai/OLMo-1B-hf": {},
     "allenai/OLMo-2-0325-32B": {"quantization_error": "Figure 2"},
     "LLM360/Amber": {"quantization_error": "Figure 12"},
     "swiss-ai/Apertus-8B-2509": {"quantization_error": "Figure 13"},
@@ -59,11 +61,12 @@ TRAINING = [name for name in recipe_names() if not named_recipe(name).takes_sett
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("recipe", TRAINING)
 def test_every_figure_that_has_a_caption_is_one_of_the_study(recipe, profile):
-    study = resolve(recipe, profile)
-    assert study.captions
-    assert study.captions.keys() <= {figure.name for figure in figures_of(study)}
-    for caption in study.captions.values():
-        assert re.match(r"(Figures? \d|The ).* arXiv:2510\.06213(,|;|$)", caption)
+    whole = resolve(recipe, profile)
+    for study in [whole.part(each) for each in whole.experiments] or [whole]:
+        assert study.captions
+        assert study.captions.keys() <= {figure.name for figure in figures_of(study)}
+        for caption in study.captions.values():
+            assert re.match(r"(Figures? \d|The ).* arXiv:2510\.06213(,|;|$)", caption)
 
 
 @pytest.mark.parametrize(("recipe", "figure", "beginning"), BEGINNINGS)
@@ -72,15 +75,42 @@ def test_captions_begin_with_the_figure_of_the_paper(recipe, figure, beginning):
         assert resolve(recipe, profile).captions[figure].startswith(beginning)
 
 
+def test_slices_have_a_caption_where_they_are_measured():
+    assert resolve("pythia-160m-lr").captions["slices"].startswith("Figure 8 of")
+
+
 def test_captions_of_released_models_follow_the_family():
     for repository, beginnings in RELEASED.items():
-        captions = of_released(repository)
+        captions = of_released([repository])
         for figure, beginning in beginnings.items():
             assert captions[figure] == f"{beginning} of arXiv:2510.06213"
-    assert not of_released("EleutherAI/pythia-160m")
+        assert "full_against_quantized" not in captions
+    averaged = {"allenai/OLMo-1B-hf", "allenai/OLMo-2-1124-7B", "allenai/OLMo-2-0325-32B"}
+    for repository in RELEASED:
+        of_averages = of_released([repository], averaged=True).get("full_against_quantized", "")
+        assert of_averages.startswith("The figure of averages") == (repository in averaged)
+    assert not of_released(["EleutherAI/pythia-160m"], averaged=True)
+    assert not of_released(["allenai/OLMo-2-1124-7B", "LLM360/Amber"])
+
+
+def test_downloads_have_the_captions_of_their_repository(tmp_path, tokenizer_dir):
+    """Two sizes of OLMo 2, each a directory on this machine."""
+    sources = [lay_out(tmp_path, name, olmo2(name), tokenizer_dir) for name in OLMO2[:2]]
+    captions = study_of(*sources).captions
+    assert captions["quantization_error"] == "Figure 2 of arXiv:2510.06213"
     figures: list[Figure] = loaded("figures")
     for captions in CAPTIONS.values():
         assert captions.keys() <= {figure.name for figure in figures}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_captions_of_what_the_papers_settings_add(profile):
+    study = resolve("olmo2-30m-lr", profile, ("settings=paper",))
+    added = study.captions.keys() - resolve("olmo2-30m-lr", profile).captions.keys()
+    assert added <= {figure.name for figure in figures_of(study)}
+    assert added == {"methods_along_training"} | (
+        {"accuracy_degradation"} if profile == "full" else set()
+    )
 
 
 def parts_of(chart: dict) -> Iterator[dict]:

@@ -60,6 +60,7 @@ def small_study(
     """
     smoke = resolve("tiny", "smoke")
     content = smoke.model_dump(mode="json") | {"name": name, "averaged_steps": [], "soups": []}
+    content |= {"planes": [], "critical": None}
     # without the controls
     content["runs"] = [run for run in content["runs"] if run["schedule"]["anneal"]][:runs]
     for run in content["runs"]:
@@ -135,7 +136,7 @@ def run_here(root: Path, study: Study, workers: int = 2) -> Path:
         write_run_configurations(directory, study)
         save_study(directory, study)
         hardware = Hardware(workers)
-        needs = Needs(study, hardware, directory)
+        needs = Needs(study, hardware)
         steps = [step for step in steps_of(study) if step.kind not in ("report", "mirror")]
 
         def machine_of(step: Step) -> Machine:
@@ -155,8 +156,13 @@ def watched_study() -> Study:
     tiny = resolve("tiny", "smoke")
     runs = tuple(changed(run, averages=()) for run in tiny.trained if run.schedule.anneal)
     quantization = {"along": (), "methods": (), "by_block": ()}
+    none = {"averaged_steps": (), "soups": (), "planes": (), "critical": None}
     return changed(
-        tiny, name="small", runs=runs, averaged_steps=(), soups=(), quantization=quantization
+        tiny,
+        name="small",
+        runs=runs,
+        quantization=quantization,
+        **none,
     )
 
 

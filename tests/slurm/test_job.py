@@ -29,6 +29,7 @@ from tests.slurm.studies import changed, in_state, make, record_call, site_of
 from train.run.directory import RunDirectory
 
 # Forked: an interpreter of its own would import for a second, at every step.
+END = 2  # of the elements of `ends`: that of lr3e-2, after lr3e-3 and its control
 PYTHON = '#!/bin/sh\nexec {} -m tests.slurm.stand_in "$0" "$@"\n'
 SRUN = """#!/bin/sh
 echo "$@" >> "$STUDY_DIR/srun.txt"
@@ -77,7 +78,7 @@ def ran(directory: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-def run(directory: Path, array: str = "ends", index: int = 1, job: str | None = None) -> None:
+def run(directory: Path, array: str = "ends", index: int = END, job: str | None = None) -> None:
     """Run an element as a job: else its newest, which is job 70 if it has none."""
     newest = existing_submission(directory).element_ids.get((array, index))
     if newest is None:
@@ -89,7 +90,7 @@ def run(directory: Path, array: str = "ends", index: int = 1, job: str | None = 
         run_element(directory, array, index, directory / "stop")
 
 
-def again(directory: Path, array: str = "ends", index: int = 1) -> int:
+def again(directory: Path, array: str = "ends", index: int = END) -> int:
     """The number of times that an element was submitted again."""
     return len(existing_submission(directory).jobs_of.get((array, index), ())) - 1
 
@@ -130,7 +131,7 @@ def test_a_job_on_gpus_gives_each_step_what_it_can_use(cluster):
     four = {"gpus_per_node": 4, "ranks_per_node": None, "gpu_memory_gb": 80.0}
     site = changed(submission.site, resources={"quantize": four})
     write_plan(cluster, site, submission.arrays, anew=False)
-    array_element = element.ElementStart(cluster, "ends", 1, cluster / "stop", "70_1")
+    array_element = element.ElementStart(cluster, "ends", END, cluster / "stop", "70_1")
     machines = {step.kind: array_element.machine(step) for step in array_element.steps}
     assert "--nproc-per-node" in machines["blocks"].launch, (
         "four ranks share the rows of every weight"
@@ -153,7 +154,7 @@ def test_what_does_not_need_a_failed_step_is_done_and_the_element_submitted_agai
         "methods-lr3e-2-rtn-b3-g32",
         "methods-lr3e-2-int8-t6",
     }
-    assert starts_of(cluster, ("ends", 1))[-1]["ended"] == "failed"
+    assert starts_of(cluster, ("ends", END))[-1]["ended"] == "failed"
     assert again(cluster) == 1
     # With what else can start, but not what reads measurements that are not there.
     assert (FINAL, 0) not in existing_submission(cluster).element_ids
@@ -201,12 +202,12 @@ def test_a_start_that_was_killed_counts_by_what_slurm_said_of_it(
     cluster, monkeypatch, word, submissions
 ):
     """Each is killed before it can record its end, and forgotten once the next one has ended."""
-    record_call(cluster, "ends", 70, [1])
+    record_call(cluster, "ends", 70, [END])
     for _ in range(4):
-        newest = existing_submission(cluster).element_ids["ends", 1]
+        newest = existing_submission(cluster).element_ids["ends", END]
         known = {newest: in_state(word, code="0:9")}
         monkeypatch.setattr(slurm.cluster, "states", lambda ids, known=known: known)
-        record_start(cluster, ("ends", 1), newest, nodes=1, position=0)
+        record_start(cluster, ("ends", END), newest, nodes=1, position=0)
         advance(cluster)
     assert again(cluster) == submissions
 
@@ -225,7 +226,7 @@ def test_a_request_to_stop_leaves_the_rest_to_the_next_start(cluster):
     (cluster / "stop").touch()
     run(cluster)
     assert len(ran(cluster)) <= 1
-    assert starts_of(cluster, ("ends", 1))[-1]["ended"] == "asked"
+    assert starts_of(cluster, ("ends", END))[-1]["ended"] == "asked"
     assert again(cluster) == 1
     (cluster / "stop").unlink()
     run(cluster)
@@ -233,12 +234,12 @@ def test_a_request_to_stop_leaves_the_rest_to_the_next_start(cluster):
 
 
 def test_a_job_that_is_not_the_newest_of_its_element_leaves(cluster, monkeypatch, capsys):
-    record_call(cluster, "ends", 70, [1])
-    record_call(cluster, "ends", 80, [1])
+    record_call(cluster, "ends", 70, [END])
+    record_call(cluster, "ends", 80, [END])
     run(cluster, job="70")
     assert ran(cluster) == []
-    assert "another job runs ends/1" in capsys.readouterr().out
-    assert starts_of(cluster, ("ends", 1)) == []
+    assert f"another job runs ends/{END}" in capsys.readouterr().out
+    assert starts_of(cluster, ("ends", END)) == []
 
 
 TRAIN = "train-lr3e-2"
@@ -260,12 +261,12 @@ def test_a_training_is_resumed_in_place_and_then_submitted_again(training):
     with pytest.raises(typer.Exit):
         run(training, "train", 1)
     assert ran(training) == [TRAIN] * 4, "three times more on the same nodes"
-    assert again(training, "train") == 1
+    assert again(training, "train", 1) == 1
     with pytest.raises(typer.Exit):
         run(training, "train", 1)
     with pytest.raises(typer.Exit):
         run(training, "train", 1)
-    assert again(training, "train") == 2, "three starts without progress"
+    assert again(training, "train", 1) == 2, "three starts without progress"
 
 
 def test_a_training_that_diverged_has_ended_and_nothing_waits_for_it(training, monkeypatch):
@@ -275,7 +276,7 @@ def test_a_training_that_diverged_has_ended_and_nothing_waits_for_it(training, m
     run(training, "train", 1)
     assert ran(training) == [TRAIN]
     assert starts_of(training, ("train", 1))[-1]["ended"] == "complete"
-    assert again(training, "train") == 0
+    assert again(training, "train", 1) == 0
     run(training, "train", 1)
     assert ran(training) == [TRAIN], "not retried"
 
@@ -285,7 +286,7 @@ def test_a_training_that_diverged_has_ended_and_nothing_waits_for_it(training, m
     assert overview.situations[TRAIN] == "made"
     ends = [step for step in overview.steps if step.run == "lr3e-2" and step.kind == "methods"]
     assert {overview.situations[step.name] for step in ends} == {"left out"}
-    assert "ends/1" not in {element.name for element in overview.elements}
+    assert f"ends/{END}" not in {element.name for element in overview.elements}
     lines = "\n".join(lines_of(overview))
     assert re.search(r"^lr3e-2 +diverged ", lines, re.MULTILINE)
     assert "left out" in lines
@@ -302,7 +303,7 @@ def test_who_stopped_an_earlier_attempt_says_nothing_of_this_one(training):
     with pytest.raises(typer.Exit):
         run(training, "train", 1)
     assert starts_of(training, ("train", 1))[-1]["ended"] == "failed"
-    assert again(training, "train") == 2
+    assert again(training, "train", 1) == 2
 
 
 def test_a_stop_of_the_user_ends_a_training_until_a_retry(training, capsys):
@@ -310,7 +311,7 @@ def test_a_stop_of_the_user_ends_a_training_until_a_retry(training, capsys):
     run(training, "train", 1)
     assert starts_of(training, ("train", 1))[-1]["ended"] == "stopped"
     assert "'python -m slurm retry tiny-smoke' resumes" in capsys.readouterr().out
-    assert again(training, "train") == 0
+    assert again(training, "train", 1) == 0
 
 
 @pytest.mark.parametrize(

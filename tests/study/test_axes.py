@@ -68,7 +68,7 @@ def test_what_differs_is_an_axis_and_the_rest_a_name(settings, keys, labels):
 def test_budgets_and_schedules_have_words():
     study = resolve("pythia-160m-budgets", "full")
     assert study.heading == "budget", "what anneals differs in its length alone"
-    assert [study.label_of(run) for run in study.runs][:2] == ["99.6B, no anneal", "10.5B"]
+    assert [study.label_of(run) for run in study.runs][:2] == ["constant rate", "10.5B"]
     big = resolve("olmo2-7b-lr", "full")
     axes = axes_of(big.runs, big.controls)
     assert text_of(axes, "lr6e-4-anneal100b") == "0.0006, 100B anneal"
@@ -313,7 +313,7 @@ def test_replicates_differ_in_their_seed_and_their_parents():
 
 def test_labels_say_the_control_and_the_seed():
     content = resolve("pythia-160m-lr", "smoke").model_dump()
-    content["text"] = TEXT.model_dump()
+    content |= {"text": TEXT.model_dump(), "planes": []}
     content["runs"] = [run.model_dump() for run in with_seeds(with_controls(runs()), (1, 2))]
     study = Study.model_validate(content)
     assert [group.label for group in study.groups] == [

@@ -218,7 +218,11 @@ def test_an_eigenvalue_that_is_not_measured_is_null(study_dir, study):
         assert all(row[f"curvature/lambda_max{figure}"] is None for row in rows)
     drawn = curvature.draw(Canvas(alone, rows, study_dir))
     assert drawn is not None
-    assert {row["panel"] for row in drawn.rows} == {"Trace of the Hessian", ""}
+    assert {row["panel"] for row in drawn.rows} == {
+        "Trace of the Hessian",
+        "GPTQ, 3 bits, groups of 32",
+        "",
+    }
     evidence = Evidence(alone, rows, Paired(study_dir))
     judged = [verdict.measure for verdict in over_checkpoints.judge(evidence)]
     assert not [measure for measure in judged if "eigenvalue" in measure]

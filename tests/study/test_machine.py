@@ -34,7 +34,7 @@ PLACEHOLDERS = ("{launch}", "{device}", "{sharding}", "{cores}", "{python}", "{s
 
 
 def needs_on(study: Study, gpus: int, kind: str = "h100") -> Needs:
-    return Needs(study, planned(gpus, kind, 16), NOWHERE)
+    return Needs(study, planned(gpus, kind, 16))
 
 
 def steps_by_kind(study: Study) -> dict[str, Step]:
@@ -99,7 +99,7 @@ def test_runs_that_can_train_at_once_have_a_share_each():
 
 def test_on_the_cpu_everything_is_as_the_recipe_has_it():
     study = recipe("tiny", "smoke")
-    needs = Needs(study, Hardware(2), NOWHERE)
+    needs = Needs(study, Hardware(2))
     steps = steps_by_kind(study)
     launch = needs.machine(steps["train"]).launch
     assert launch[launch.index("--nproc-per-node") + 1] == "2"
@@ -112,7 +112,7 @@ def test_on_the_cpu_everything_is_as_the_recipe_has_it():
 
 def test_runs_of_one_rank_train_on_all_cores_without_torchrun():
     study = recipe("tiny", "full")
-    needs = Needs(study, Hardware(2), NOWHERE)
+    needs = Needs(study, Hardware(2))
     train = steps_by_kind(study)["train"]
     assert (needs.at_once, train.slots, needs.machine(train).launch) == (2, 1, ("{python}",))
 
@@ -120,7 +120,7 @@ def test_runs_of_one_rank_train_on_all_cores_without_torchrun():
 def test_ranks_of_a_job_share_what_can_be_shared():
     study = recipe("olmo2-190m-lr", "full")
     steps = steps_by_kind(study)
-    four = Needs(study, Hardware(4, ("0", "1", "2", "3"), "GPU", UNKNOWN_BYTES), NOWHERE)
+    four = Needs(study, Hardware(4, ("0", "1", "2", "3"), "GPU", UNKNOWN_BYTES))
     shared = dict.fromkeys(("train", "quantize", "blocks", "curvature"), 4)
     expected = shared | dict.fromkeys(("step", "slice", "methods"), 1)
     assert {kind: four.ranks(steps[kind], 4) for kind in expected} == expected
@@ -131,7 +131,7 @@ def test_a_model_that_one_gpu_does_not_hold_is_shared():
     step = steps_by_kind(study)["step"]
     whole = needs_on(study, 1).hessian_memory(step)
     assert whole is not None
-    smaller = Needs(study, Hardware(16, ("0", "1", "2", "3"), "other", int(whole * 0.9)), NOWHERE)
+    smaller = Needs(study, Hardware(16, ("0", "1", "2", "3"), "other", int(whole * 0.9)))
     assert smaller.sharding(step) == "fsdp"
     assert smaller.ranks(step, 4) == 4
     assert 1 < smaller.gpus(step) <= 4

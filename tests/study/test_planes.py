@@ -96,21 +96,24 @@ def test_averages_and_replicates_have_no_part_in_trajectories(lawa):
 
 def test_stages_of_a_released_model_are_a_trajectory(lawa):
     def stage(name, parent, *steps):
-        revisions = [ReleasedRevision(name=f"step{step}", step=step) for step in steps]
+        revisions = tuple(ReleasedRevision(name=f"step{step}", step=step) for step in steps)
+        windows = (2,) if len(steps) > 1 else ()
         return ReleasedRun(
-            name=name, model="b", source="a/b", parent=parent, revisions=tuple(revisions)
+            name=name, model="b", source="a/b", parent=parent, revisions=revisions, windows=windows
         )
 
     stages = (stage("stage1", None, 1, 2, 3), stage("anneal", "stage1", 4))
     study = changed(
-        lawa, runs=stages, planes=through("stage1@step1", "stage1@step3", "anneal@step4"),
-        averaged_steps=(),
+        lawa, runs=stages, planes=through("stage1@step3/lawa2", "stage1@step3", "anneal@step4"),
+        averaged_steps=(), labels={},
     )  # fmt: skip
     (trajectory,) = study.branched_runs
     assert [model.revision for model in trajectory.models] == ["step1", "step2", "step3"]
     assert [model.revision for model in trajectory.branches["anneal"]] == ["step4"]
     (plane,) = study.resolved_planes
     assert plane.points["c"] == StudyPoint("anneal", MeasuredModel(4, revision="step4"), None)
+    members = ("stage1/hf/step2", "stage1/hf/step3")
+    assert plane.points["a"] == StudyPoint("stage1", MeasuredModel(3, "lawa2", members), None)
     assert by_name(study)["pca-stage1"].after[0] == "download-stage1-step3"
 
 

@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from quant_eval.cost import Shape, forward_seconds
 from study.definition import KINDS
 from study.machine.hardware import Hardware, planned
 from study.machine.needs import Needs, model_config
-from study.machine.prices import HOUR, PRICES, Prices
+from study.machine.prices import HOUR, PRICES, PricedModel, Prices
 from study.recipes.resolve import recipe_names, resolve
 from study.steps import steps_of
 from tests.study.commands import printed
@@ -22,7 +21,7 @@ SCREEN = 60  # lines
 def prices_of(name, profile="full", gpus=0):
     chosen = resolve(name, profile)
     hardware = planned(gpus, "h100", gpus) if gpus else Hardware(1)
-    return Prices(Needs(chosen, hardware, Path("runs") / chosen.name), steps_of(chosen), "h100")
+    return Prices(Needs(chosen, hardware), steps_of(chosen), "h100")
 
 
 def test_every_kind_of_measurement_has_a_price():
@@ -51,6 +50,18 @@ def test_a_quantization_is_priced_by_hand():
     evaluation = forward_seconds(shape, 600_000, 2048, GPUS["h100"], "bf16")
     # It reads no calibration text, so one draw; the process has started for the first spec.
     assert prices.hours[step.name] * HOUR == pytest.approx(2 * evaluation)
+
+
+def test_losses_along_moves_are_priced_at_the_whole_context():
+    """`curvature critical` and `slice` take it, unlike quantization, where no length is given."""
+    prices = prices_of("olmo2-7b-lr")
+    assert prices.needs.study.critical
+    assert prices.needs.study.critical.sequence_length is None
+    step = next(step for step in prices.steps if step.kind == "critical")
+    measured = PricedModel(prices.needs.study, prices.needs.config(step), "h100")
+    assert measured.length(prices.needs.study.critical) == 4096
+    assert measured.length(prices.needs.study.slice) == 4096
+    assert measured.length(prices.needs.study.quantization) == 2048
 
 
 def test_the_longest_chain_against_all_chains():

@@ -265,7 +265,7 @@ def test_commands_are_listed_under_what_they_make(tmp_path, recipe, first):
 
 def test_the_command_is_that_of_the_recipe_whose_name_begins_with_another_one(tmp_path):
     """The recipe tiny saves no step 96, and would refuse it."""
-    study = resolve("tiny-paper", "full", ("averaged_steps=[96]",))
+    study = resolve("tiny-paper", "full", ("averaged_steps=[96]", "planes=[]"))
     _, again = commands(tmp_path / study.name, study)["the whole study again"]
     assert again.startswith("python -m study run tiny-paper --profile full --set ")
 

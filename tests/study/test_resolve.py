@@ -1,5 +1,6 @@
 """Promises of all recipes, and changes of their settings."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -232,7 +233,7 @@ def value_at(content: Any, path: str) -> Any:
         ("curvature.pairs", "8", 8),
         ("step.microbatches", "3", 3),
         ("slice.extent", "0.5", 0.5),
-        ("averaged_steps", "[48]", [48]),
+        ("averaged_steps", "[48, 72]", [48, 72]),
         ("detailed", "every seed", "every seed"),
     ],
 )
@@ -254,6 +255,18 @@ def test_a_setting_changes_the_runs_that_have_its_field():
     assert [anneal and anneal.floor for anneal in anneals] == [0.5, None] * 2
     assert study.curvature
     assert study.curvature.pairs == 6
+
+
+def test_long_values_are_in_the_name_by_a_hash():
+    """A name is a directory, of which file systems take 255 bytes."""
+    many = [f"rtn-b{bits}-g{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (8, 16, 32)]
+    names = {
+        resolve("tiny", "smoke", (f"quantization.methods={json.dumps(methods)}",)).name
+        for methods in (["rtn-b3-g32"], many, many[1:])
+    }
+    assert len(names) == 3
+    assert "tiny-smoke-quantization.methods=_rtn-b3-g32_" in names
+    assert max(map(len, names)) < 100
 
 
 @pytest.mark.parametrize(
@@ -281,7 +294,10 @@ def test_a_setting_changes_the_runs_that_have_its_field():
         (("quantization.dtype=fp64",), "'quantization.dtype': Input should be 'fp32' or 'bf16'"),
         (("curvature=null",), "by_block measures curvature along the steps; give curvature"),
         (("curvature=null", "curvature.pairs=8"), "curvature is None; leave one of the two out"),
-        (("quantization.by_block=[]", "slice.grid=7"), "measures nothing by block; give quant"),
+        (
+            ("quantization.by_block=[]", "step.microbatches=3"),
+            "measures nothing by block; give quant",
+        ),
         (("curvature.sequence_length=129",), "129 is beyond the context of 128 tokens of run"),
     ],
 )

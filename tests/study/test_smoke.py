@@ -21,6 +21,7 @@ FIGURES = {
     *("quantization_error", "kl_divergence", "losses", "averages", "methods"),
     *("methods_along_training", "blocks", "anneal_against_control", "error_against_curvature"),
     *("ends", "full_against_quantized", "curvature", "prediction", "slices", "planes"),
+    "sharpness",
 }
 
 

@@ -71,7 +71,7 @@ def test_the_preset_has_the_values_of_the_paper():
 def test_every_recipe_takes_it(name, profile):
     """In small too, where models are too narrow for groups of 128 and are asked nothing."""
     plain, study = resolve(name, profile), resolve(name, profile, (PAPER,))
-    is_small = profile == "smoke" or name == "tiny"
+    is_small = profile == "smoke" or name.startswith("tiny")
     size, way = (32, "actorder") if is_small else (128, "paper")
     assert study.quantization.specs == tuple(f"gptqmodel-b{b}-g{size}-{way}" for b in (3, 4))
     assert study.quantization.along == (f"awq-b3-g{size}", f"awq-b4-g{size}", "int8-t6")
@@ -81,6 +81,10 @@ def test_every_recipe_takes_it(name, profile):
         for amount in amounts:
             assert getattr(study.quantization, amount) == getattr(plain.quantization, amount)
     assert "settings=paper: " in study.description
+    # No point of a plane is by a spec that the preset has replaced.
+    points = [point.spec for plane in study.resolved_planes for point in plane.points.values()]
+    assert set(points) <= {None, *study.quantization.specs}
+    assert len(points) == 3 * len(plain.planes)
     # What is trained is the recipe's.
     assert study.runs == plain.runs
     assert study.curvature == plain.curvature

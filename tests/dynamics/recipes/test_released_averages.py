@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from base.errors import UserError
 from ckpt_tools.released.revisions import Revision
 from dynamics.figures.averages import PUBLISHED, averages
+from dynamics.figures.losses import AFTER, BEFORE, full_against_quantized
 from dynamics.recipes.released_averages import averages_of, with_averages
 from dynamics.recipes.trajectory import released_of, trajectory_of
 from study.definition import Study, save_study
@@ -402,6 +403,28 @@ def test_the_figure_has_averages_beside_the_weights(tmp_path):
     (dashes,) = set(re.findall(r'"strokeDash": {"field": "series".*?"range": (\[\[.*?\]\])', text))
     assert json.loads(dashes) == [[1, 0], [5, 3], [7, 2, 2, 2], [0, 1], [0, 1]]
     assert f'"domain": {json.dumps(series)}' in text
+
+
+@pytest.mark.usefixtures("hub")
+def test_quantized_against_full_loss_has_averages_of_released_models(tmp_path):
+    """Open points, as the paper has OLMo and OLMo 2, between their losses and the line x = y."""
+    study = trajectory(f"lawa2,mine:{':'.join(ENDS)}")
+    directory = measure(tmp_path / study.name, study)
+    canvas = Canvas(study, table_of(directory, study), directory)
+    drawing = drawn(full_against_quantized, canvas)
+    panel = drawing.rows[0]["panel"]
+    found = {
+        (row["run"], row["series"], row["step"]): (row[BEFORE.label], row[AFTER.label])
+        for row in drawing.rows
+        if row["panel"] == panel
+    }
+    assert {series for _, series, _ in found} == {WEIGHTS, "lawa2", "mine"}
+    for (run, series, step), (full, quantized) in found.items():
+        if series == "lawa2":
+            weights = found[run, WEIGHTS, step]
+            assert full < weights[0]
+            assert full < quantized < weights[1]
+    assert '"filled": false' in json.dumps(chart_of(drawing))
 
 
 @pytest.mark.usefixtures("hub")

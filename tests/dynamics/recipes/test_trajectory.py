@@ -126,6 +126,36 @@ def test_measured_as_the_paper_did_with_tasks_at_every_revision():
         trajectory("full", source=REPO, settings="papers")
 
 
+@pytest.mark.parametrize(
+    ("repo", "revisions", "config"),
+    [
+        ("allenai/OLMo-1B-hf", ["step1000-tokens4B"], config_json("olmo")),
+        (
+            "open-sci/open-sci-ref-v0.01-1.7b-nemotron-hq-1T-4096",
+            ["iter_0058000"],
+            config_json("opensci", qk_layernorm=True),
+        ),
+    ],
+)
+def test_a_library_that_rounds_a_model_wrong_is_not_planned(serve, capsys, repo, revisions, config):
+    """Its job would refuse the model after the download (tests/quant_eval/libraries)."""
+    serve(repo, revisions, LISTED | {"config.json": config})
+    study = trajectory("full", source=repo)
+    assert not [spec for spec in study.measured_specs if spec.startswith(("gptqmodel", "gptaq"))]
+    assert "awq-b3-g128" in study.quantization.methods
+    message = capsys.readouterr().err
+    assert "left out of the methods: gptqmodel-b3-g128-paper, gptqmodel-b4-g128-paper" in message
+
+    paper = (f"source={repo}", "settings=paper")
+    with pytest.raises(UserError, match=r"gptqmodel does not quantize .* right; take this project"):
+        resolve("trajectory", "full", paper)
+    own = '["gptq-b3-g128-actorder", "gptq-b4-g128-actorder"]'
+    study = resolve(
+        "trajectory", "full", (*paper, f"quantization.specs={own}", f"tasks.specs={own}")
+    )
+    assert study.quantization.measure == "relative_error"
+
+
 @pytest.mark.usefixtures("hub")
 def test_stages_follow_each_other_and_soups_follow_none():
     """Tokens as Ai2 counts them: 3.9T of stage 1, then 50B of every ingredient."""
@@ -321,6 +351,22 @@ def test_a_trajectory_needs_a_source():
     assert "'every': Input should be" in refused("show", "trajectory", *source, "--set", "every=0")
     assert "seed=1: no such setting" in refused("show", "trajectory", *source, "--set", "seed=1")
     assert "no such setting" in refused("show", "tiny", *source)
+    empty = refused("show", "trajectory", "--set", f"source={REPO},")
+    assert f"source={REPO}, has an empty name" in empty
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_released_model_is_priced_before_it_is_fetched(tmp_path, text_dir):
+    """By the config.json of the directory, or of the hub, which is all that is read."""
+    source = lay_out(tmp_path / "models", "step1000", "step2000")
+    family = "family=EleutherAI/pythia-160m"
+    command = ("show", "trajectory", "--root", tmp_path, "--gpus", "8")
+    of_directory = ("--profile", "smoke", "--set", family, "--text", text_dir)
+    for where in ((f"source={source}", *of_directory), (f"source={REPO}",)):
+        shown = printed(*command, "--set", *where)
+        (total,) = (line for line in shown.splitlines() if line.startswith("in all"))
+        assert float(total.split()[2].replace(",", "")) > 0
+        assert "longest chain: " in shown
 
 
 def test_a_study_that_is_there_goes_on_as_it_was_listed(tmp_path, text_dir):
