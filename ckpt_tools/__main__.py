@@ -131,12 +131,17 @@ def download(
         return
     if dry_run:
         _check_unused("--dry-run", {"--revision": revisions})
-        from ckpt_tools.released.before import check_ends
+        from ckpt_tools.released.before import check_ends, pickled_revisions
         from ckpt_tools.released.trajectory import choose, revisions_of, show
 
         chosen = choose(revisions_of(source, family), every=every, stage=stage)
         show(chosen)
-        check_ends(source, chosen)
+        pickled = pickled_revisions(source, check_ends(source, chosen))
+        if pickled:
+            typer.echo(
+                f"weights of {', '.join(pickled)} are pickles: they will be converted to"
+                " safetensors; of each stage the first and the last were looked at"
+            )
         return
     from ckpt_tools.released.download import download as fetch
 

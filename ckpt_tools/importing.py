@@ -138,7 +138,12 @@ def find_source(source: str) -> ImportSource:
         # What cannot be imported is refused before the weights: by the names of files, and then by
         # config.json.
         plan = api.model_info(repository, revision=revision)
-        check_files(repository, revision, [file.rfilename for file in plan.siblings or []])
+        files = [file.rfilename for file in plan.siblings or []]
+        if check_files(repository, revision, files):
+            raise UserError(
+                f"{repository} has no safetensors at {revision}; fetch it with 'python -m"
+                " ckpt_tools download', which converts its pickles, and import that directory"
+            )
         fetch = partial(api.snapshot_download, repository, revision=plan.sha)
         read_trainable(Path(fetch(allow_patterns=list(CONFIGURATION_FILES))))
         path = Path(fetch(allow_patterns=patterns))

@@ -1,6 +1,7 @@
 """The files that hold the weights of an HF directory. Needs neither torch nor transformers."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, Field
@@ -10,6 +11,9 @@ from base.reading import read_model
 from train.run.directory import MODEL_INDEX, MODEL_WEIGHTS
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+
+PICKLE = re.compile(r"pytorch_model(-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.bin")
+PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 
 class _Index(BaseModel):
@@ -44,3 +48,32 @@ def weight_files(directory: Path) -> list[Path]:
         if not PLAIN_NAME.fullmatch(name) or not (directory / name).is_file():
             raise UserError(f"{index} names '{name}', which is not a file beside it; restore both")
     return [directory / name for name in sorted(names)]
+
+
+def pickles_of(source: str, names: Iterable[str]) -> list[str]:
+    """Return the pickles that hold a revision's weights; none where it has safetensors.
+
+    UserError where they are not one file, or all the shards of one model.
+    """
+    files = {name for name in names if "/" not in name}
+    if any(name.endswith(".safetensors") for name in files):
+        return []
+    found = {name: match for name in sorted(files) if (match := PICKLE.fullmatch(name))}
+    if len(found) > 1 or any(match["count"] for match in found.values()):
+        counts = {int(match["count"] or 0) for match in found.values()}
+        numbers = [int(match["number"] or 0) for match in found.values()]
+        if len(counts) > 1 or numbers != list(range(1, len(found) + 1)) or counts != {len(found)}:
+            raise UserError(
+                f"{source} holds {', '.join(found)[:200]}, which are not all shards of one model;"
+                " leave it out"
+            )
+    return list(found)
+
+
+def converted_name(name: str) -> str:
+    """Return the name of the safetensors file of a pickle.
+
+    >>> converted_name("pytorch_model-00001-of-00002.bin")
+    'model-00001-of-00002.safetensors'
+    """
+    return f"{name.removeprefix('pytorch_').removesuffix('.bin')}.safetensors"

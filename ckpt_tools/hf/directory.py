@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from base.digests import Algorithm
 from base.environment import environment
 from base.errors import UserError
@@ -233,6 +235,22 @@ def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] |
     return lineage, files
 
 
+class Conversion(Frozen):
+    """Origin of a safetensors file that was converted from a pickle.
+
+    Attributes:
+        pickle: name of the file.
+        record: its size and hash.
+        left_out: names of tensors that config.json ties to another of the file.
+        torch: version that opened it.
+    """
+
+    pickle: str
+    record: FileRecord
+    left_out: list[str]
+    torch: str
+
+
 class DownloadRecord(Frozen):
     """Origin and files of a download. Written last: without it there is none.
 
@@ -241,12 +259,14 @@ class DownloadRecord(Frozen):
         revision: of the repository.
         commit: of the revision; None: copied from a directory that does not record it.
         files: size and hash of each.
+        converted: origin of each file that was a pickle.
     """
 
     repo: str
     revision: str
     commit: str | None
     files: dict[str, FileRecord]
+    converted: dict[str, Conversion] = Field(default_factory=dict)
 
 
 def read_download(directory: Path) -> DownloadRecord | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from base.errors import UserError
 from base.files import sha256_of
 from base.reading import parse_json, read_regular
+from ckpt_tools.formats.weight_files import pickles_of
 from ckpt_tools.released.revisions import Revision
 from ckpt_tools.released.trajectory import is_local
 from train.data.tokenizer import TOKENIZER_JSON
@@ -102,16 +103,34 @@ def check_plans(api: "HfApi", repo: str, plans: "Mapping[str, ModelInfo]") -> di
     return {name: contents[digest] for name, digest in hashes.items()}
 
 
-def check_files(source: str, revision: str, names: Iterable[str]) -> None:
-    """Raise UserError unless a revision has a configuration, and weights that are no pickles."""
+def check_files(source: str, revision: str, names: Iterable[str]) -> list[str]:
+    """Return the pickles that are to be converted, none where there are safetensors.
+
+    UserError unless a revision has a configuration, and weights of one of these formats.
+    """
     files = {name for name in names if "/" not in name}
     if CONFIG not in files:
         raise UserError(f"{source} has no {CONFIG} at {revision}; leave it out")
-    if not any(name.endswith(".safetensors") for name in files):
+    pickles = pickles_of(f"{source} at {revision}", files)
+    if not pickles and not any(name.endswith(".safetensors") for name in files):
         raise UserError(
-            f"{source} has no safetensors at {revision}; convert them"
-            " (docs/guides/released-models.md) or leave it out: pickled weights are not opened"
+            f"{source} has no safetensors at {revision}, nor pytorch_model.bin, which could be"
+            " converted; leave it out: other pickles are not opened"
         )
+    return pickles
+
+
+def pickled_revisions(source: str, names: Iterable[str]) -> list[str]:
+    """Return those of the revisions whose weights are pickles, which a download converts."""
+    if is_local(source):
+        files = {name: [path.name for path in (Path(source) / name).glob("*")] for name in names}
+        return [name for name, present in files.items() if pickles_of(source, present)]
+    from ckpt_tools.released.hub import hub
+
+    with hub(source) as api:
+        plans = {name: api.model_info(source, revision=name) for name in names}
+    files = {name: [file.rfilename for file in plan.siblings or []] for name, plan in plans.items()}
+    return [name for name, present in files.items() if pickles_of(source, present)]
 
 
 def check_measurable(content: bytes, source: str) -> None:

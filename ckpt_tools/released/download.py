@@ -3,19 +3,31 @@
 import re
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from base.errors import UserError
-from base.files import FileRecord, committed_directory, record_file, write_sealed
+from base.files import (
+    FileRecord,
+    committed_directory,
+    fsync_path,
+    hash_file,
+    record_file,
+    record_files,
+    write_sealed,
+)
 from base.frozen import NAME_PATTERN
 from base.progress import Progress
-from ckpt_tools.formats.weight_files import weight_files
+from base.reading import as_model, read_sealed
+from ckpt_tools.formats.weight_files import PICKLE_INDEX, converted_name, pickles_of, weight_files
 from ckpt_tools.hf.directory import (
     DOWNLOAD_JSON,
     HUB_STATE,
     TOKENIZER_FILES,
     VERIFICATION_PROBE,
+    Conversion,
     DownloadRecord,
     copy_files,
     read_download,
@@ -24,6 +36,7 @@ from ckpt_tools.hf.directory import (
 from ckpt_tools.released.before import check_plans, check_revisions
 from ckpt_tools.released.trajectory import choose, is_local, origin_of, revisions_of
 from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer
+from train.run.directory import MODEL_INDEX
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -44,8 +57,10 @@ def download(
 ) -> None:
     """Write INTO/REVISION for every chosen revision; its download.json comes last.
 
-    Fetched are safetensors, configuration and tokenizer; files that can run code (`*.bin`, `*.py`)
-    never are. A complete revision is left unchanged, an incomplete one is resumed.
+    Fetched are safetensors, configuration and tokenizer, never code (`*.py`). Where weights are
+    pickles only (`pytorch_model*.bin`), each is converted to safetensors and then removed, and
+    nothing of it is run; in a local directory they stay as they are. A complete revision is left
+    unchanged, an incomplete one is resumed.
 
     Args:
         source: OWNER/NAME on the hub, or a local directory of revisions.
@@ -56,8 +71,9 @@ def download(
         revisions: to fetch instead of those of the trajectory; on the hub of any repository.
 
     Raises:
-        UserError: a revision has no safetensors, something else is in its place, the disk is too
-            small, a file differs from the hub's or the source's hash, or the hub is not reached.
+        UserError: a revision has no such weights, a pickle holds more than tensors, something else
+            is in a revision's place, the disk is too small, a file differs from the hub's or the
+            source's hash, or the hub is not reached.
             Revisions that were complete before stay.
     """
     origins = _origins(source, every, stage, family, revisions or [])
@@ -132,9 +148,9 @@ def _is_wanted(name: str) -> bool:
     return name in VOCABULARIES or (name.endswith(DATA_SUFFIXES) and name != DOWNLOAD_JSON)
 
 
-def _check_room(sizes: dict[str, dict[str, int]], into: Path) -> None:
-    """Raise UserError unless the missing files of all revisions fit."""
-    needed = sum(
+def _check_room(sizes: dict[str, dict[str, int]], into: Path, beside: int = 0) -> None:
+    """Raise UserError unless the missing files of all revisions fit, with one `beside` them."""
+    needed = beside + sum(
         size
         for revision, files in sizes.items()
         for name, size in files.items()
@@ -170,27 +186,79 @@ def _fetch_all(repo: str, revisions: list[str], into: Path) -> None:
             name: api.model_info(repo, revision=name, files_metadata=True) for name in revisions
         }
         check_plans(api, repo, plans)
-        sizes = {
-            name: {file.rfilename: file.size or 0 for file in _model_files(plan)}
-            for name, plan in plans.items()
-        }
-        _check_room(sizes, into)
+        sizes = {name: _sizes(plan, into / name) for name, plan in plans.items()}
+        # A pickle is removed before the next one is fetched.
+        pickled = [file.size or 0 for plan in plans.values() for file in _pickles(plan).values()]
+        _check_room(sizes, into, beside=max(pickled, default=0))
         for number, (name, plan) in enumerate(plans.items(), 1):
             print(f"fetching {name} ({number} of {len(plans)})", file=sys.stderr, flush=True)
             _fetch(api, repo, plan, into / name)
 
 
-def _model_files(plan: "ModelInfo") -> "list[RepoSibling]":
-    return [file for file in plan.siblings or [] if _is_wanted(file.rfilename)]
+def _model_files(plan: "ModelInfo") -> "dict[str, RepoSibling]":
+    """Return the files to fetch that are kept as they are."""
+    wanted = {file.rfilename: file for file in plan.siblings or [] if _is_wanted(file.rfilename)}
+    if _pickles(plan):
+        wanted.pop(MODEL_INDEX, None)  # of files that are not there
+    return wanted
+
+
+def _pickles(plan: "ModelInfo") -> "dict[str, RepoSibling]":
+    """Return the files to convert."""
+    files = {file.rfilename: file for file in plan.siblings or []}
+    return {name: files[name] for name in pickles_of(str(plan.id), files)}
+
+
+def _sizes(plan: "ModelInfo", target: Path) -> dict[str, int]:
+    """Return the bytes of each file that the revision will have."""
+    sizes = {name: file.size or 0 for name, file in _model_files(plan).items()}
+    # As large as the pickle, but for a few bytes of the header.
+    return sizes | {
+        converted_name(name): file.size or 0
+        for name, file in _pickles(plan).items()
+        if _conversion(target, file) is None
+    }
 
 
 def _fetch(api: "HfApi", repo: str, plan: "ModelInfo", target: Path) -> None:
     """Fetch one revision; huggingface_hub resumes an earlier attempt."""
+    from ckpt_tools.released.pickles import write_index
+
     (target / HUB_STATE).mkdir(parents=True, exist_ok=True)  # marks it as ours and incomplete
+    _keep_conversions(target)
     # From here until `_seal` the revision counts as incomplete, also if the process dies.
     (target / DOWNLOAD_JSON).unlink(missing_ok=True)
 
-    expected = {file.rfilename: file for file in _model_files(plan)}
+    files = _fetch_files(api, repo, plan, target, _model_files(plan))
+    converted = {}
+    for name, file in _pickles(plan).items():
+        converted[converted_name(name)] = _fetch_converted(api, repo, plan, target, file)
+    if converted:
+        with _removed_if_refused(target):
+            write_index(target, converted)
+        files.pop(PICKLE_INDEX, None)
+        made = [*converted, *([MODEL_INDEX] if (target / MODEL_INDEX).is_file() else [])]
+        files |= {name: record_file(target / name, "sha256") for name in made}
+    record = DownloadRecord(
+        repo=repo,
+        revision=target.name,
+        commit=plan.sha,
+        files=dict(sorted(files.items())),
+        converted=converted,
+    )
+    _seal(target, record)
+    # After the seal: until then it marks a directory that may be resumed.
+    shutil.rmtree(target / HUB_STATE)
+
+
+def _fetch_files(
+    api: "HfApi",
+    repo: str,
+    plan: "ModelInfo",
+    target: Path,
+    expected: "dict[str, RepoSibling]",
+) -> dict[str, FileRecord]:
+    """Fetch files of a revision; UserError where one has another size or hash than the hub says."""
     # huggingface_hub may take a file of the same commit as it is, whatever its size.
     for name, file in expected.items():
         if _size(target / name) != file.size:
@@ -209,41 +277,114 @@ def _fetch(api: "HfApi", repo: str, plan: "ModelInfo", target: Path) -> None:
                 f"{name} of {repo} at {target.name} came with other bytes than the hub says; run"
                 " again"
             )
-    _seal(target, DownloadRecord(repo=repo, revision=target.name, commit=plan.sha, files=files))
-    # After the seal: until then it marks a directory that may be resumed.
-    shutil.rmtree(target / HUB_STATE)
+    return files
+
+
+def _fetch_converted(
+    api: "HfApi", repo: str, plan: "ModelInfo", target: Path, file: "RepoSibling"
+) -> Conversion:
+    """Fetch one pickle and convert it, unless an earlier attempt did; then it is removed."""
+    from ckpt_tools.released.pickles import convert
+
+    name = file.rfilename
+    conversion = _conversion(target, file)
+    if conversion is None:
+        record = _fetch_files(api, repo, plan, target, {name: file})[name]
+        print(f"converting {name} of {target.name}", file=sys.stderr, flush=True)
+        with _removed_if_refused(target):
+            conversion = convert(target / name, record, target)
+        write_sealed(_note(target, name), conversion.model_dump(mode="json"))
+    (target / name).unlink(missing_ok=True)
+    return conversion
+
+
+def _conversion(target: Path, file: "RepoSibling") -> Conversion | None:
+    """Return the conversion that an earlier attempt completed, of the bytes that the hub has."""
+    note = _note(target, file.rfilename)
+    if not note.is_file() or not (target / converted_name(file.rfilename)).is_file():
+        return None
+    conversion = as_model(Conversion, read_sealed(note, f"remove {target} and run again"), note)
+    digest = f"sha256:{file.lfs.sha256}" if file.lfs else ""
+    return conversion if conversion.record.digest == digest else None
+
+
+def _note(target: Path, pickle: str) -> Path:
+    return target / HUB_STATE / f"{pickle}.converted.json"
+
+
+def _keep_conversions(target: Path) -> None:
+    """Note the conversions of a damaged download whose files are there."""
+    record = read_download(target)
+    for name, conversion in record.converted.items() if record else ():
+        if _size(target / name) == record.files[name].bytes:
+            write_sealed(_note(target, conversion.pickle), conversion.model_dump(mode="json"))
+
+
+@contextmanager
+def _removed_if_refused(target: Path) -> Iterator[None]:
+    """Remove all of a revision whose pickles are refused: no part of it is of use."""
+    try:
+        yield
+    except UserError:
+        shutil.rmtree(target)
+        raise
 
 
 def _copy_all(source: Path, origins: dict[str, str], into: Path) -> None:
     """Copy revisions; `origins` has the repository of each."""
-    sizes = {}
+    sizes, pickles = {}, {}
     for revision in origins:
         paths = sorted(path for path in (source / revision).rglob("*") if path.is_file())
         names = {path.relative_to(source / revision).as_posix(): path for path in paths}
-        sizes[revision] = {name: names[name].stat().st_size for name in filter(_is_wanted, names)}
+        pickles[revision] = pickles_of(str(source / revision), names)
+        wanted = [*filter(_is_wanted, names), *pickles[revision]]
+        if pickles[revision] and MODEL_INDEX in wanted:
+            wanted.remove(MODEL_INDEX)  # of files that are not there
+        sizes[revision] = {name: names[name].stat().st_size for name in wanted}
     check_revisions(str(source), list(origins))
     _check_room(sizes, into)
     with Progress("copy", total=len(origins)) as progress:
         for revision, repo in origins.items():
-            _copy(source / revision, into / revision, repo, list(sizes[revision]))
+            names = [name for name in sizes[revision] if name not in pickles[revision]]
+            _copy(source / revision, into / revision, repo, names, pickles[revision])
             progress.advance(GB=sum(sizes[revision].values()) / 1e9)
 
 
-def _copy(source: Path, target: Path, repo: str, names: list[str]) -> None:
+def _copy(source: Path, target: Path, repo: str, names: list[str], pickles: list[str]) -> None:
+    from ckpt_tools.released.pickles import convert, write_index
+
     record, (_, recorded) = read_download(source), read_lineage(source) or ({}, {})
     recorded = recorded | (record.files if record else {})
+    converted = dict(record.converted) if record else {}
     with committed_directory(target) as aside:
         files = {}
         for name in names:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, aside / name)
-            # Hashed as the source recorded it, else the two could not be compared.
-            algorithm = recorded[name].algorithm if name in recorded else "sha256"
-            files[name] = record_file(aside / name, algorithm)
-            if recorded.get(name, files[name]) != files[name]:
-                raise UserError(f"{source / name} was changed after it was written; restore it")
+            fsync_path(aside / name)
+            files[name] = _vouched(aside / name, source / name, recorded.get(name))
+        for name in pickles:
+            origin = _vouched(source / name, source / name, recorded.get(name))
+            converted[converted_name(name)] = convert(source / name, origin, aside)
+        if pickles:
+            write_index(aside, converted)
+            files = record_files(aside, "sha256")
         commit = record.commit if record else None
-        _seal(aside, DownloadRecord(repo=repo, revision=target.name, commit=commit, files=files))
+        _seal(
+            aside,
+            DownloadRecord(
+                repo=repo, revision=target.name, commit=commit, files=files, converted=converted
+            ),
+        )
+
+
+def _vouched(path: Path, source: Path, recorded: FileRecord | None) -> FileRecord:
+    """Return size and hash of a file; UserError if its source recorded others."""
+    # Hashed as the source recorded it, else the two could not be compared.
+    found = hash_file(path, recorded.algorithm if recorded else "sha256")
+    if recorded not in (None, found):
+        raise UserError(f"{source} was changed after it was written; restore it")
+    return found
 
 
 def fetch_tokenizer(repo: str, out: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.numpy import save
 
 from train.model.families import FAMILIES
 
+LARGE = (".safetensors", ".bin")  # suffixes whose hash the hub states
 REPO = "allenai/OLMo-2-0425-1B"
 
 
@@ -157,7 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
             hub.let_go.wait(60)
             self.close_connection = True
         else:
-            self.wfile.write(content[:-1] + b"\0" if name == hub.corrupted else content)
+            last = bytes([content[-1] ^ 1]) if name == hub.corrupted else content[-1:]
+            self.wfile.write(content[:-1] + last)
 
     def _json(self, content: object) -> None:
         payload = json.dumps(content).encode()
@@ -175,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(name: str, content: bytes) -> str:
-    if name.endswith(".safetensors"):
+    if name.endswith(LARGE):
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
@@ -187,7 +189,7 @@ def _entry(name: str, content: bytes) -> dict[str, object]:
         "size": len(content),
         "oid": _etag(name, content),
     }
-    if name.endswith(".safetensors"):
+    if name.endswith(LARGE):
         entry["lfs"] = {"oid": _etag(name, content), "size": len(content), "pointerSize": 134}
     return entry
 
@@ -198,6 +200,6 @@ def _sibling(name: str, content: bytes) -> dict[str, object]:
         "size": len(content),
         "blobId": _etag(name, content),
     }
-    if name.endswith(".safetensors"):
+    if name.endswith(LARGE):
         sibling["lfs"] = {"size": len(content), "sha256": _etag(name, content), "pointerSize": 134}
     return sibling

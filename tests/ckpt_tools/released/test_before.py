@@ -1,24 +1,16 @@
 """Refusals before weights are fetched: by the names of files and config.json alone."""
 
-import pickle
-import re
-from pathlib import Path
-
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from base.errors import UserError
 from ckpt_tools.__main__ import app
-from ckpt_tools.hf.forward import stream_logits
 from ckpt_tools.importing import find_source
 from ckpt_tools.released.before import check_revisions
 from ckpt_tools.released.download import download
 from dynamics.recipes.trajectory import Released, trajectory_of
 from tests.ckpt_tools.released.fake_hub import REPO, config_json, model_files
-from tests.quant_eval.models import random_model
 
-ROOT = Path(__file__).parents[3]
 REVISION = "stage1-step10000-tokens21B"
 REMOTE = {"auto_map": {"AutoConfig": "configuration_olmo.OLMoConfig"}}
 REFUSED = [
@@ -34,8 +26,8 @@ REFUSED = [
     ({"config.json": config_json("olmo2", architectures={})}, "it is a {}"),
     ({"config.json": b"{" * 9}, "not valid JSON"),
     ({"config.json": None}, "has no config.json"),
-    ({"model-00001-of-00002.safetensors": None, "model-00002-of-00002.safetensors": None},
-     "no safetensors"),
+    ({"model-00001-of-00002.safetensors": None, "model-00002-of-00002.safetensors": None,
+      "pytorch_model.bin": None}, "no safetensors"),
 ]  # fmt: skip
 
 
@@ -88,7 +80,7 @@ def test_what_can_be_measured(hub, config):
     check_revisions(REPO, [REVISION])
 
 
-PICKLED = {"pytorch_model.bin": b"a pickle", "config.json": config_json("gpt_neox")}
+PICKLED = {"weights.pt": b"a pickle", "config.json": config_json("gpt_neox")}
 ROUTES = {
     "download": lambda out: download(REPO, out),
     "list": lambda out: run_command(["download", REPO, str(out), "--dry-run"]),
@@ -129,31 +121,3 @@ def test_what_cannot_be_imported_is_refused_before_its_weights(hub, monkeypatch,
     with pytest.raises(UserError, match="is of ApertusForCausalLM; give one of"):
         find_source(f"{REPO}@{REVISION}")
     assert {name for _, name in hub.got} == {"config.json"}
-
-
-def test_pickles_as_the_guide_converts_them(tmp_path, monkeypatch):
-    """Shards become the model that transformers reads from them; what could run code is refused."""
-    guide = (ROOT / "docs" / "guides" / "released-models.md").read_text()
-    (script,) = re.findall(
-        r"```python\n(from pathlib import Path\n\nimport torch.*?)```", guide, re.S
-    )
-    model, directory = random_model("llama"), tmp_path / "amber" / "ckpt_100"
-    model.save_pretrained(directory)
-    (directory / "model.safetensors").unlink()
-    weights = list(model.state_dict().items())
-    for number, shard in enumerate((weights[:9], weights[9:]), 1):
-        torch.save(dict(shard), directory / f"pytorch_model-0000{number}-of-00002.bin")
-    with pytest.raises(UserError, match="has no safetensors at ckpt_100; convert them"):
-        check_revisions(str(tmp_path / "amber"), ["ckpt_100"])
-
-    monkeypatch.chdir(tmp_path)
-    exec(compile(script, "guide", "exec"), {})
-    check_revisions(str(tmp_path / "amber"), ["ckpt_100"])
-    tokens = torch.arange(12)[None]
-    with torch.no_grad():
-        expected = model(tokens).logits
-    torch.testing.assert_close(stream_logits(directory, tokens), expected, rtol=1e-5, atol=1e-5)
-
-    torch.save({"a": Path}, directory / "pytorch_model.bin")
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        exec(compile(script, "guide", "exec"), {})

@@ -48,7 +48,8 @@ def check(directory: Path, hub: FakeHub, commit: str | None) -> None:
         for name, content in contents.items()
     }
     record = read_sealed(directory / "download.json", "")
-    assert record == {"repo": REPO, "revision": revision, "commit": commit, "files": hashes}
+    stated = {"repo": REPO, "revision": revision, "commit": commit, "files": hashes}
+    assert record == stated | {"converted": {}}
 
 
 def test_from_the_hub_and_never_twice(hub, tmp_path, capsys):
@@ -155,6 +156,7 @@ def test_bad_input_is_refused(hub, tmp_path, arguments, reason):
 def no_safetensors(hub: FakeHub, into: Path) -> None:
     a_shard_missing(hub, into)
     del hub.revisions[LAST]["model-00002-of-00002.safetensors"]
+    del hub.revisions[LAST]["pytorch_model.bin"]
 
 
 def a_shard_missing(hub: FakeHub, into: Path) -> None:
