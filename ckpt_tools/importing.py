@@ -138,8 +138,7 @@ def find_source(source: str) -> ImportSource:
         # What cannot be imported is refused before the weights: by the names of files, and then by
         # config.json.
         plan = api.model_info(repository, revision=revision)
-        files = [file.rfilename for file in plan.siblings or []]
-        if check_files(repository, revision, files):
+        if check_files(repository, revision, [file.rfilename for file in plan.siblings or []]):
             raise UserError(
                 f"{repository} has no safetensors at {revision}; fetch it with 'python -m"
                 " ckpt_tools download', which converts its pickles, and import that directory"

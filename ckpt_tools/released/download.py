@@ -315,7 +315,9 @@ def _note(target: Path, pickle: str) -> Path:
 def _keep_conversions(target: Path) -> None:
     """Note the conversions of a damaged download whose files are there."""
     record = read_download(target)
-    for name, conversion in record.converted.items() if record else ():
+    if record is None:
+        return
+    for name, conversion in record.converted.items():
         if _size(target / name) == record.files[name].bytes:
             write_sealed(_note(target, conversion.pickle), conversion.model_dump(mode="json"))
 
@@ -345,8 +347,8 @@ def _copy_all(source: Path, origins: dict[str, str], into: Path) -> None:
     _check_room(sizes, into)
     with Progress("copy", total=len(origins)) as progress:
         for revision, repo in origins.items():
-            names = [name for name in sizes[revision] if name not in pickles[revision]]
-            _copy(source / revision, into / revision, repo, names, pickles[revision])
+            copied = [name for name in sizes[revision] if name not in pickles[revision]]
+            _copy(source / revision, into / revision, repo, copied, pickles[revision])
             progress.advance(GB=sum(sizes[revision].values()) / 1e9)
 
 

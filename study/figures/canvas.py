@@ -112,10 +112,11 @@ class Canvas:
             for row in self.rows_of(run, column, average):
                 yield row, self.tokens.values(row["tokens"] / self.unit)
             return
-        number = self.tokens.in_order.index(stage.stage) + 1
         # An average is at the place of the last revision that it takes in.
         steps = [revision.step for revision in stage.fetched]
         for row in self._holding(run, column, average):
+            # A stage of which nothing is measured has no place, and no rows.
+            number = self.tokens.in_order.index(stage.stage) + 1
             share = (steps.index(row["step"]) + 0.5) / len(steps)
             place = self.tokens.place_of(stage.stage, share)
             yield row, {self.tokens.label: None, PLACE: place, AFTER: number}
