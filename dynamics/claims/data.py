@@ -257,7 +257,7 @@ def _error(measure: Measure, row: Row) -> float | None:
 
 
 def _reference(end: RunSummary) -> Row | None:
-    """Return what the decay is told from: the control, or of a released model its start."""
+    """Return what the decay is compared with: the control, or of a released model its start."""
     return end.control if isinstance(end.run, RunConfig) else end.first
 
 
