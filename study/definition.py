@@ -332,29 +332,33 @@ class Study(Showable):
         these have no details.
         """
         branched = []
+        origins = [(run, origin) for run in self.runs if (origin := self.origin(run))]
         for run in self.runs:
-            others = [other for other in self.runs if self._origin(other) == run.name]
+            starts = {
+                other.name: weights
+                for other, (parent, weights) in origins
+                if parent.name == run.name
+            }
             models = self._weights_of(run)
-            if not others or len(models) < FEWEST_OF_PLANE or not self._has_details(run):
+            if not starts or len(models) < FEWEST_OF_PLANE or not self._has_details(run):
                 continue
-            by_step = {model.step: model for model in models}
-            branches, starts = {}, {}
-            for other in others:
-                branches[other.name] = self._weights_of(other)
-                # A stage starts from the last weights of the one before.
-                branch_from = other.branch_from if isinstance(other, RunConfig) else None
-                starts[other.name] = by_step[branch_from.step] if branch_from else models[-1]
+            branches = {
+                other.name: self._weights_of(other) for other, _ in origins if other.name in starts
+            }
             branched.append(BranchedRun(run.name, models, branches, starts))
         return tuple(branched)
 
     def _weights_of(self, run: AnyRun) -> tuple[MeasuredModel, ...]:
         return tuple(model for model in self.models_of(run) if model.average is None)
 
-    def _origin(self, run: AnyRun) -> str | None:
-        """Return the name of the run or stage that a run starts from."""
+    def origin(self, run: AnyRun) -> tuple[AnyRun, MeasuredModel] | None:
+        """Return the run or stage that a branch or a stage starts from, and its weights there."""
         if isinstance(run, ReleasedRun):
-            return run.parent
-        return self.parent_of(run).name if run.branch_from else None
+            stage = stage_before(self.runs, run)
+            return (stage, last_model(stage)) if stage else None
+        if not run.branch_from:
+            return None
+        return self.parent_of(run), MeasuredModel(run.branch_from.step)
 
     def _has_details(self, run: AnyRun) -> bool:
         """Return whether more is measured of a run than the quantization of its checkpoints."""
@@ -431,35 +435,31 @@ class Study(Showable):
             if (has_details or measurement.kind is QUANTIZE)
             and not (is_control and measurement.kind.at_the_end(measurement.settings))
         ]
-        last = last_model(run)
+        last, moves = last_model(run), self.moves(run)
         return {
             model: tuple(
                 each
                 for each in kinds
-                if each.kind.measures(
-                    each.settings, model, last, moved=self.before(run, model) is not None
-                )
+                if each.kind.measures(each.settings, model, last, moved=model in moves)
             )
             for model in self.models_of(run)
         }
 
-    def before(self, run: AnyRun, model: MeasuredModel) -> tuple[AnyRun, MeasuredModel] | None:
-        """Return the weights of the checkpoint before, which a branch or stage has in its parent.
+    def moves(self, run: AnyRun) -> dict[MeasuredModel, tuple[AnyRun, MeasuredModel]]:
+        """Return the weights of the checkpoint before each one, with the run that has them.
 
-        None for the first of a training, and for averages.
+        A branch or stage has that of its first one in its parent. The first checkpoint of a
+        training has none, and averages have none.
         """
-        weights = [each for each in self.models_of(run) if not each.average]
-        if model not in weights or (isinstance(run, ReleasedRun) and run.average_of):
-            return None
-        place = weights.index(model)
-        if place:
-            return run, weights[place - 1]
-        if isinstance(run, ReleasedRun):
-            stage = stage_before(self.runs, run)
-            return (stage, last_model(stage)) if stage else None
-        if not run.branch_from:
-            return None
-        return self.parent_of(run), MeasuredModel(run.branch_from.step)
+        if isinstance(run, ReleasedRun) and run.average_of:
+            return {}
+        weights = self._weights_of(run)
+        earlier = [self.origin(run), *((run, each) for each in weights)]
+        return {model: before for model, before in zip(weights, earlier, strict=False) if before}
+
+    def before(self, run: AnyRun, model: MeasuredModel) -> tuple[AnyRun, MeasuredModel] | None:
+        """Return the weights of the checkpoint before one; None where `moves` has none."""
+        return self.moves(run).get(model)
 
 
 class Measurement(NamedTuple):

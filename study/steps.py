@@ -92,9 +92,9 @@ def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
 
 def _subjects(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Subject]:
     """Return the measured models of a run, each with the step that makes it."""
-    subjects: list[Subject] = []
+    subjects, moves = list[Subject](), study.moves(run)
     for model in study.models_of(run):
-        before = study.before(run, model)
+        before = moves.get(model)
         subject_before = None
         if before:
             # Of a branch or a stage the checkpoint before the first is the parent's.

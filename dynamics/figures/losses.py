@@ -154,7 +154,7 @@ def _late(canvas: Canvas, rows: Rows) -> Rows:
     for run in canvas.study.runs:
         of_run = by_label.get(canvas.runs.looks[run.name].label, [])
         end = max((row["tokens"] for row in of_run), default=0)
-        first = 0 if canvas.origin(run) else LATE_SHARE * end
+        first = 0 if canvas.study.origin(run) else LATE_SHARE * end
         late += [row for row in of_run if row["tokens"] >= first]
     return late
 

@@ -27,7 +27,7 @@ from study.figures.charts import (
     replicates_of,
 )
 from study.figures.looks import GREY, Look, runs_of
-from study.released import ReleasedRun, is_after_pretraining, stage_before
+from study.released import ReleasedRun, is_after_pretraining
 from study.results.summary import lineage
 from study.results.table import Row
 from train.run.config import RunConfig
@@ -222,13 +222,13 @@ class Canvas:
         match = x.field if x is self.tokens else "tokens"
         ends = Rows()
         for run in self.study.runs:
-            before = self.origin(run)
+            before = self.study.origin(run)
             if before is None:
                 continue
-            label, (parent, step) = self.runs.looks[run.name].label, before
+            label, (parent, weights) = self.runs.looks[run.name].label, before
             parent_label = self.runs.looks[parent.name].label
             for series in dict.fromkeys(row["series"] for row in rows):
-                starts = by_place.get((parent_label, step, series), [])
+                starts = by_place.get((parent_label, weights.step, series), [])
                 # From the checkpoint in the parent to the first one of the branch itself.
                 first = own.get((label, series), [])[:1]
                 if starts and first:
@@ -247,13 +247,6 @@ class Canvas:
         means = means_of(replicates, self.runs, x, y)
         band = {"color": self.runs.colour} | band_of(x, y)
         return [data(means, mark=BAND, encoding=band), line(means, self.runs, axes)]
-
-    def origin(self, run: AnyRun) -> tuple[AnyRun, int | None] | None:
-        """Return the run and step whose weights a branch or a stage starts from."""
-        if isinstance(run, RunConfig):
-            return (self.study.parent_of(run), run.branch_from.step) if run.branch_from else None
-        before = stage_before(self.study.runs, run)
-        return (before, before.total_steps) if before else None
 
     def _shade(self) -> list[Chart]:
         """Return the anneal where all runs share it."""
@@ -319,7 +312,7 @@ class Canvas:
     def _released(self, run: AnyRun) -> tuple[Span, ...]:
         """Return the known learning rates of a stage of a released model, from that before on."""
         rows = self.rows_of(run.name, "learning_rate")
-        before = self.origin(run)
+        before = self.study.origin(run)
         if before and rows:
             rows = [*self.rows_of(before[0].name, "learning_rate")[-1:], *rows]
         path = lineage(self.study, self.table, run)
