@@ -3,14 +3,15 @@
 import difflib
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from base.errors import UserError
 from base.names import nearest
 from base.reading import NotJsonError, parse_json
 
-LONGEST_NAMED = 64  # characters of a value that a name repeats; file systems end names at 255
+# Characters that a name repeats of a value, and of all settings; file systems end names at 255.
+LONGEST_NAMED, LONGEST_IN_ALL = 64, 80
 MOST_NAMED = 3  # paths that a refusal lists where none is the nearest
 
 
@@ -55,11 +56,22 @@ def change(content: dict[str, Any], setting: str) -> None:
         content[key] = text
 
 
-def name_part(name: str, value: str) -> str:
-    """Return what a setting adds to the name of a run or a study: '-peak_lr=6e-4'.
+def name_with(name: str, settings: Iterable[tuple[str, str]]) -> str:
+    """Return the name of a run or a study with its settings: 'lr3e-4-peak_lr=6e-4'.
 
-    A long value is a hash of it, since names are directories: '-planes=sha1b4f0e9851971998'.
+    Names are directories: a long value is a hash of it, '-planes=sha1b4f0e9851971998', and so are
+    all settings together where there are many, '-set=sha5d41402abc4b2a76'.
     """
-    if len(value) > LONGEST_NAMED:
-        value = f"sha{hashlib.sha256(value.encode()).hexdigest()[:16]}"
-    return re.sub(r"[^A-Za-z0-9._=+-]+", "_", f"-{name}={value}")
+    parts = "".join(_name_part(key, value) for key, value in settings)
+    if len(parts) > LONGEST_IN_ALL:
+        parts = f"-set={_hash(parts)}"
+    return name + parts
+
+
+def _name_part(key: str, value: str) -> str:
+    short = value if len(value) <= LONGEST_NAMED else _hash(value)
+    return re.sub(r"[^A-Za-z0-9._=+-]+", "_", f"-{key}={short}")
+
+
+def _hash(text: str) -> str:
+    return f"sha{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -27,14 +27,16 @@ from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
 from dynamics.figures.quantization import AXES
 from quant_eval.estimate import ErrorSource, Estimate
+from study.axes import AnyRun
 from study.definition import Study
 from study.figures.charts import DASHED, Chart, Quantity, Rows, columns_of, data, marks, panel
 from study.figures.figure import Drawn, drawn, write_figure, write_rows
 from study.figures.looks import SHAPES, Runs, looks_for
+from study.machine import released_size
 from study.measurements.quantization import ERRORS
 from study.measurements.titles import spec_title
 from study.paths import last_model, quantization_result
-from study.released import ReleasedRun
+from study.released import ReleasedRun, is_after_pretraining
 from study.results.summary import RunSummary, summarize
 from study.results.table import read_table, schema_of
 from train.model.config import multiplied_parameters
@@ -61,11 +63,23 @@ def _end(directory: Path, study: Study, summary: RunSummary) -> End:
     if path.exists():
         evaluation = read_result(path, Quantization).spec.evaluation
         end["evaluation_sha256"] = evaluation.sha256 if evaluation else None
-    if not isinstance(run, ReleasedRun):  # of a released model no size is known
-        # Sizes are named so by OLMo-core's ladder, too.
-        end["parameters"] = multiplied_parameters(run.model)
-        end["tokens_per_parameter"] = end["tokens"] / end["parameters"]
+    # Sizes are named so by OLMo-core's ladder, too.
+    end["parameters"] = size = _parameters(study, run)
+    if size and end["tokens"] is not None:
+        end["tokens_per_parameter"] = end["tokens"] / size
     return end
+
+
+def _parameters(study: Study, run: AnyRun) -> int | None:
+    """Return the size of a run's model; None where a release does not state it, or was post-trained.
+
+    Post-training has no place on a law of pretraining.
+    """
+    if not isinstance(run, ReleasedRun):
+        return multiplied_parameters(run.model)
+    if run.config is None or is_after_pretraining(study.runs, run):
+        return None
+    return released_size.multiplied_parameters(run.config)
 
 
 def write_ends(path: Path, ends: Sequence[End], studies: Sequence[Study]) -> None:
@@ -303,7 +317,8 @@ def _common(studies: Sequence[Study]) -> list[str]:
 
 def fit_column(ends: Sequence[End], column: str) -> PowerLaw:
     """Return the power law of a column; UserError as `fit`, or for ends of different texts."""
-    measured_ends = [end for end in ends if None not in (end.get("parameters"), end.get(column))]
+    needed = ("parameters", "tokens", column)
+    measured_ends = [end for end in ends if all(end.get(key) is not None for key in needed)]
     # An error depends on the text it is measured on; a law over two texts would mix them.
     texts = {end.get("evaluation_sha256") for end in measured_ends}
     if len(texts) > 1:

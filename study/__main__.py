@@ -39,9 +39,10 @@ def list_() -> None:
 
     Example: python -m study list
     """
+    from base.aligned import wrapped
     from study.recipes.shown import recipe_lines
 
-    typer.echo("\n".join(recipe_lines()))
+    typer.echo("\n".join(line for recipe in recipe_lines() for line in wrapped(recipe)))
 
 
 @app.command(cls=TextCommand)

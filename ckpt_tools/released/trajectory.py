@@ -67,10 +67,21 @@ def revisions_of(source: str, family: str | None = None) -> list[Revision]:
 def _of_own_family(source: str, repo: str, names: Sequence[str], own: FamilyFile) -> list[Revision]:
     """Return the revisions of a family of the user's own, in its order and with its tables."""
     trajectory = own.trajectory(repo)
+    templates = ", ".join(stage.template for stage in trajectory.stages)
+
+    def read(name: str) -> Revision:
+        try:
+            return parse_revision(repo, name, trajectory)
+        except UserError:
+            raise UserError(
+                f"{name}: no stage of {own.path} names revisions so, they have {templates}; correct"
+                " the file, or leave the revision out"
+            ) from None
+
     revisions = _in_order(
         source,
         names,
-        lambda name: parse_revision(repo, name, trajectory),
+        read,
         lambda revision: training_order(revision, trajectory),
     )
     return own.with_tables(revisions)

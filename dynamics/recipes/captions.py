@@ -7,6 +7,8 @@ it shows. A study has them by the names of its figures (`Study.captions`).
 import re
 from collections.abc import Collection
 
+from ckpt_tools.released.revisions import final_repo
+
 PAPER = "arXiv:2510.06213"
 CURVATURE = {
     "curvature": (
@@ -73,13 +75,14 @@ COSINE_300B = dict.fromkeys(
     f"The OLMo2-7B ablation of the workshop version of {PAPER}; the runs without anneal are ours",
 )
 
+OLMO2, OLMO2_SIZES = r"allenai/OLMo-2-.*", ("1B", "7B", "13B", "32B")
 # Of the repository of a released model. SmolLM3 with its figure 1 is more than its checkpoints.
 RELEASED = {
     r"HuggingFaceTB/SmolLM3-3B.*": {
         "losses": f"Figure 1a of {PAPER}",
         "quantization_error": f"Figures 1b (3 bits) and 1c (4 bits) of {PAPER}",
     },
-    r"allenai/OLMo-2-.*": {
+    OLMO2: {
         "quantization_error": f"Figure 2 of {PAPER}",
     },
     r"LLM360/Amber": {"quantization_error": f"Figure 12 of {PAPER}"},
@@ -117,4 +120,8 @@ def of_released(repositories: Collection[str], *, averaged: bool = False) -> dic
     for pattern, those in RELEASED.items():
         if are(pattern):
             captions |= those
+    models = len(set(map(final_repo, repositories)))
+    if are(OLMO2) and models < len(OLMO2_SIZES):
+        part = f"{models} of its {len(OLMO2_SIZES)} models"
+        captions["quantization_error"] = f"Figure 2 of {PAPER}, {part}"
     return captions | AVERAGED if averaged and are(OF_AVERAGES) else captions

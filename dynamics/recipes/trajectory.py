@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from base.errors import UserError, explain_validation
 from base.frozen import Frozen
-from base.settings import check_path, path_of
+from base.settings import check_path, name_with, path_of
 from ckpt_tools.hf.model import read_hf_config
 from ckpt_tools.released.before import check_ends, tokenizer_sha256
 from ckpt_tools.released.own_family import family_file
@@ -51,6 +51,7 @@ from train.model.families import FAMILIES
 from train.model.families.released import MAIN
 
 TRAJECTORY = "trajectory"
+CHOOSING = ("every", "stage", "averages")  # what of a source is measured, as the name says
 SEQUENCE_LENGTH = 2048  # of curvature, at most: products with longer ones fit no machine
 QUANTIZATION = WEB_QUANTIZATION.model_copy(update={"block_tokens": WEB_QUANTIZATION.eval_tokens})
 
@@ -157,8 +158,10 @@ def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
     first, own = sources[0], family_file(released.family)
     curvature = _curvature(first, smoke=smoke)
     critical = SMALL_CRITICAL if smoke else WEB_CRITICAL
+    name = f"{TRAJECTORY}-{'+'.join(map(_short_name, sources))}{'-smoke' if smoke else ''}"
+    chosen = released.model_dump(include=set(CHOOSING), exclude_none=True)
     return Study(
-        name=f"{TRAJECTORY}-{'+'.join(map(_short_name, sources))}{'-smoke' if smoke else ''}",
+        name=name_with(name, ((key, str(value)) for key, value in chosen.items())),
         description=f"The released trajectory of {shown}{averages}",
         sources=("arXiv 2510.06213, section 3, appendices A and D", *dict.fromkeys(known)),
         ranks=1,

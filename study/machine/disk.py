@@ -8,6 +8,8 @@ from pathlib import Path
 
 from base.errors import UserError
 from study.definition import Study
+from study.machine.released_size import stored_bytes
+from study.released import ReleasedRun
 from train.model.config import parameter_shapes
 from train.planning.memory import FP32, bytes_of_weight, checkpoint_bytes, parameter_count
 from train.run.config import RunConfig
@@ -16,6 +18,7 @@ from train.run.directory import RunDirectory
 GB = 1e9
 CHECKPOINTS, RESTARTS = "checkpoints", "restart checkpoints"
 EXPORTS, DENSE = "exports", "quantized weights"
+RELEASED = "released models"
 
 
 def _linear_parameters(run: RunConfig) -> int:
@@ -29,7 +32,8 @@ def needed_bytes(study: Study) -> dict[str, int]:
     """Return the bytes of what a whole study leaves on disk, by kind.
 
     Permanent checkpoints and averages; every exported model; what `--dense` keeps of the linears in
-    fp32. Token files, results, logs and models that are downloaded are not counted.
+    fp32; released models and their averages, as far as config.json states their size. Token files,
+    results and logs are not counted.
     """
     runs = study.trained
     models = {run.name: len(study.models_of(run)) for run in runs}
@@ -37,12 +41,18 @@ def needed_bytes(study: Study) -> dict[str, int]:
     # Each once, however many planes go through it.
     points = {point for plane in study.resolved_planes for point in plane.points.values()}
     quantized = [point.run for point in points if point.spec]
+    released = [run for run in study.runs if isinstance(run, ReleasedRun)]
     exports = sum(models[run.name] * parameter_count(run) * bytes_of_weight(run) for run in runs)
     return {
         CHECKPOINTS: sum(checkpoint_bytes(run).kept for run in runs),
         EXPORTS: exports,
         DENSE: sum(
             (specs + quantized.count(run.name)) * _linear_parameters(run) * FP32 for run in runs
+        ),
+        RELEASED: sum(
+            (len(study.models_of(run)) + len(run.ingredients)) * stored_bytes(run.config)
+            for run in released
+            if run.config
         ),
     }
 
@@ -93,6 +103,9 @@ def check_room(
         present[RESTARTS] += _size_of(directory.restarts)
         present[EXPORTS] += _size_of(directory.hf) - dense
         present[DENSE] += dense
+    for released in study.runs:
+        if isinstance(released, ReleasedRun):
+            present[RELEASED] += _size_of(RunDirectory(root / study.name / released.name).hf)
     # What is there already is not written again; kind by kind, as one does not pay for another.
     missing = {kind: max(0, size - present[kind]) for kind, size in needed.items()}
     # The root need not exist yet: its nearest parent is on the same filesystem.

@@ -11,6 +11,7 @@ from base.grouping import grouped
 from study.machine.disk import GB, gigabytes, needed_bytes, restart_bytes
 from study.machine.needs import HESSIAN, Needs, TrainingLayout
 from study.machine.prices import HOUR, Price, Prices
+from study.released import ReleasedRun
 from study.step import Step
 from study.steps import steps_of
 from train.planning.communication import communication_words
@@ -104,10 +105,12 @@ def disk_line(needs: Needs) -> str:
     needed, at_once = needed_bytes(needs.study), needs.at_once
     disk = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in needed.items() if size)
     restarts = restart_bytes(needs.study, at_once)
+    has_unknown = any(isinstance(run, ReleasedRun) and not run.config for run in needs.study.runs)
+    unknown = ", and released models without a config.json," if has_unknown else ""
     more = f", and {gigabytes(restarts)} GB of restart checkpoints with {at_once} in training"
     return (
         f"disk: {gigabytes(sum(needed.values()))} GB ({disk or 'nothing'}) at the end"
-        f"{more if restarts else ''}; text and models that are fetched are not counted"
+        f"{more if restarts else ''}; texts{unknown} are not counted"
     )
 
 

@@ -9,7 +9,7 @@ from base.errors import UserError
 from base.frozen import fingerprint
 from base.names import dotted_keys
 from base.reading import as_model
-from base.settings import change, check_path, name_part, path_of
+from base.settings import change, check_path, name_with, path_of
 from study.definition import Study, load_study
 from study.recipes.parts import places_of_runs
 from study.recipes.presets import PRESET, is_preset, with_presets
@@ -32,24 +32,24 @@ def with_study_settings(study: Study, settings: tuple[str, ...]) -> Study:
     study = with_presets(study, settings)
     of_run = {run.name: _paths(run, OF_RUNS) for run in study.trained}
     paths = list(dict.fromkeys(chain(*of_run.values(), _paths(study, OF_RECIPE))))
-    content, name = study.model_dump(mode="json"), study.name
+    content, named = study.model_dump(mode="json"), []
     for setting in settings:
         path, _, value = setting.partition("=")
-        if is_preset(setting):
-            name += name_part(path, value)
-            continue
-        check_path(setting, (PRESET, *paths))
-        # Settings of runs are applied to the runs below, all others to the study here.
-        if path.partition(".")[0] in RunConfig.model_fields:
-            name += name_part(path.rpartition(".")[2], value)
-        else:
-            change(content, setting)
-            name += name_part(path, value)
+        key = path
+        if not is_preset(setting):
+            check_path(setting, (PRESET, *paths))
+            # Settings of runs are applied to the runs below, all others to the study here.
+            if path.partition(".")[0] in RunConfig.model_fields:
+                key = path.rpartition(".")[2]
+            else:
+                change(content, setting)
+        named.append((key, value))
 
     def change_run(run: RunConfig) -> RunConfig:
         return with_settings(run, [each for each in settings if path_of(each) in of_run[run.name]])
 
     # Validated as a whole after all settings: one alone may not fit the rest.
+    name = name_with(study.name, named)
     content |= {"name": name, "settings": settings, "runs": _changed_runs(study, change_run)}
     changed = as_model(Study, content, "--set")
     along = {"step", "slice"} - changed.measured_by.keys()

@@ -176,14 +176,13 @@ def _trained(run: RunConfig, letters: Mapping[str, str]) -> dict[str, str]:
 
 
 def _released(run: ReleasedRun) -> dict[str, str]:
-    first, last = run.revisions[0], run.revisions[-1]
+    last = run.revisions[-1]
     tokens = "" if last.tokens is None else amount_name(last.tokens).upper()
     return {
-        "stage": run.name,
+        "model": run.model,
+        "stage": run.stage,
         "revisions": str(len(run.revisions)),
-        "first": first.name,
-        "last": last.name,
+        "to revision": last.name,
         "tokens": tokens,
-        "after": run.parent or "",
-        "of": run.source,
+        "after": (run.parent or "").removeprefix(f"{run.model}-"),
     }

@@ -83,7 +83,8 @@ def test_captions_of_released_models_follow_the_family():
     for repository, beginnings in RELEASED.items():
         captions = of_released([repository])
         for figure, beginning in beginnings.items():
-            assert captions[figure] == f"{beginning} of arXiv:2510.06213"
+            part = ", 1 of its 4 models" if beginning == "Figure 2" else ""
+            assert captions[figure] == f"{beginning} of arXiv:2510.06213{part}"
         assert "full_against_quantized" not in captions
     averaged = {"allenai/OLMo-1B-hf", "allenai/OLMo-2-1124-7B", "allenai/OLMo-2-0325-32B"}
     for repository in RELEASED:
@@ -97,7 +98,10 @@ def test_downloads_have_the_captions_of_their_repository(tmp_path, tokenizer_dir
     """Two sizes of OLMo 2, each a directory on this machine."""
     sources = [lay_out(tmp_path, name, olmo2(name), tokenizer_dir) for name in OLMO2[:2]]
     captions = study_of(*sources).captions
-    assert captions["quantization_error"] == "Figure 2 of arXiv:2510.06213"
+    assert captions["quantization_error"] == "Figure 2 of arXiv:2510.06213, 2 of its 4 models"
+    checkpoints = "allenai/OLMo-2-0425-1B-early-training"
+    whole = [checkpoints, *(f"allenai/{name}" for name in OLMO2)]
+    assert of_released(whole)["quantization_error"] == "Figure 2 of arXiv:2510.06213"
     figures: list[Figure] = loaded("figures")
     for captions in CAPTIONS.values():
         assert captions.keys() <= {figure.name for figure in figures}

@@ -72,7 +72,7 @@ def test_the_engine_runs_the_content_of_another_package(other_paper, collected_d
     assert resolve("rate-and-decay", "smoke").name == "rate-and-decay-smoke"
     listed = printed("list")
     assert listed.startswith("rate-and-decay (full, smoke): Peak learning rate x weight decay")
-    assert listed.count("\n") == 1
+    assert listed.count("(full, smoke)") == 1
 
     rows = read_table(collected_dir, study)
     judged = judge_all(study, rows, Paired(collected_dir))

@@ -15,7 +15,7 @@ from base.errors import UserError
 from base.frozen import NAME_PATTERN, Frozen, fingerprint
 from base.names import dotted_keys
 from base.reading import as_model, read_object
-from base.settings import change, check_path, name_part
+from base.settings import change, check_path, name_with
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
 from train.model.families import TRAINED
@@ -365,9 +365,11 @@ def with_settings(config: RunConfig, settings: list[str]) -> RunConfig:
     With optimizer.peak_lr=6e-4 the name lr3e-4 becomes lr3e-4-peak_lr=6e-4.
     """
     content, paths = config.model_dump(mode="json"), settable_paths(config)
+    named = []
     for setting in settings:
         check_path(setting, paths)
         change(content, setting)
         path, _, value = setting.partition("=")
-        content["name"] += name_part(path.rpartition(".")[2], value)
+        named.append((path.rpartition(".")[2], value))
+    content["name"] = name_with(config.name, named)
     return as_model(RunConfig, content, "--set")

@@ -202,7 +202,7 @@ COSINE = ('schedule = "cosine"', "peak = 1e-3")
         (STAGE.replace("{S}", "{K:03}"), "does not say where the step is"),
         (STAGE.replace("step{S}", "a/{S}"), "cannot name directories"),
         (STAGE.replace("step{S}", "-{S}"), "cannot name directories"),
-        (STAGE.replace("step{S}", "other{S}"), "step100 is not a revision of mine; give one such"),
+        (STAGE.replace("step{S}", "other{S}"), r"step100: no stage of .*\.toml names revisions so"),
         (STAGE + STAGE, "two stages are named training"),
         (STAGE + stage('name = "b"'), r"two stages have revisions step\{S\}"),
         (stage('name = "a/b"'), "'stages.0.name'"),

@@ -23,6 +23,7 @@ from dynamics.recipes.released_averages import averages_of, with_averages
 from dynamics.recipes.trajectory import released_of, trajectory_of
 from study.definition import Study, save_study
 from study.figures.canvas import WEIGHTS, Canvas
+from study.machine.disk import needed_bytes
 from study.paths import MeasuredModel, hf_directory, model_record, quantization_result
 from study.recipes.resolve import resolve
 from study.recipes.shown import summary
@@ -320,10 +321,12 @@ def test_killed_and_resumed_the_weights_are_the_mean(published, tmp_path):
     done = execute(command, cwd=PROJECT)
     assert done.returncode == 0, done.stderr[-3000:]
 
+    written = 0
     for stage, models in MADE.items():
         hf = directory / stage / "hf"
         assert {path.name for path in hf.iterdir()} == models.keys()
         for name, members in models.items():
+            written += sum(bits.nbytes for bits in bits_of(hf / name).values())
             if not members:
                 continue
             inputs = [bits_of(directory / place.replace("/", "/hf/")) for place in members]
@@ -336,6 +339,7 @@ def test_killed_and_resumed_the_weights_are_the_mean(published, tmp_path):
             assert (lineage["accumulate"], lineage["dtype"]) == ("fp32", "bf16")
             origins = [each["revision"] for each in lineage["ingredients"]]
             assert origins == [place.partition("/")[2] for place in members]
+    assert written == needed_bytes(study)["released models"]
 
     rows = {(row["run"], row["average"]): row for row in collect_rows(directory, study).rows}
     places = {key[1]: (row["step"], row["tokens"]) for key, row in rows.items() if key[1]}

@@ -110,7 +110,8 @@ def test_of_the_hub_a_line_per_stage_and_ingredient(capsys):
     assert stage1.revisions[2].tokens == 477_000 * 4_194_304
     assert lines(study)[1].revisions[-1].learning_rate == 0
     assert any("OLMo2-7B-stage1.yaml" in source for source in study.sources)
-    assert study.captions["quantization_error"] == "Figure 2 of arXiv:2510.06213"
+    caption = "Figure 2 of arXiv:2510.06213, 1 of its 4 models"
+    assert study.captions["quantization_error"] == caption
 
 
 @pytest.mark.usefixtures("hub")
@@ -283,6 +284,7 @@ def test_the_web_is_tokenized_as_the_model_reads_it():
 @pytest.mark.usefixtures("hub")
 def test_a_stage_and_every_so_manieth():
     study = trajectory("full", source=REPO, every=10, stage="stage1")
+    assert study.name == "trajectory-OLMo-2-1124-7B-every=10-stage=stage1"
     assert names(study) == {"stage1": ["stage1-step1000-tokens5B", "stage1-step928646-tokens3896B"]}
     with pytest.raises(UserError, match="no stage 'stage9'; take one of stage1"):
         trajectory("full", source=REPO, stage="stage9")
@@ -421,7 +423,8 @@ def test_revisions_of_ones_own(serve, tmp_path, text_dir, capsys, kept_in):
     if text is None:
         assert study.text.tokenizer == "me/tokenizer"
     message = capsys.readouterr().err
-    assert f"left out 1 of 4 revisions: notes (is not a revision of {repo})" in message
+    assert "left out 1 of 4 revisions: notes (no stage of " in message
+    assert "mine.toml names revisions so, they have step{S})" in message
 
     # the study's own command fetches them without being told the family
     download(source, tmp_path / "models", revisions=["step100"])

@@ -1,0 +1,43 @@
+"""The size of a released model by its config.json, before a weight is fetched."""
+
+import json
+from functools import cache
+from typing import TYPE_CHECKING
+
+from study.machine.needs import model_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@cache
+def stored_bytes(config: str) -> int:
+    """Return the bytes of the weights in the number format that config.json names.
+
+    Without one they are in fp32, which is the library's default.
+    """
+    content = json.loads(config)
+    dtype = content.get("dtype") or content.get("torch_dtype") or "float32"
+    parameters = sum(weight.numel() for weight in _model(config).parameters())
+    return parameters * BYTES[dtype]
+
+
+@cache
+def multiplied_parameters(config: str) -> int:
+    """Return the parameters as `train.model.config.multiplied_parameters` counts them."""
+    model = _model(config)
+    looked_up = model.get_input_embeddings().weight
+    is_tied = model.config.tie_word_embeddings
+    return sum(weight.numel() for weight in model.parameters()) - (
+        0 if is_tied else looked_up.numel()
+    )
+
+
+@cache
+def _model(config: str) -> "PreTrainedModel":
+    # It imports transformers, which takes seconds that a study on the CPU need not spend.
+    from ckpt_tools.hf.forward import empty_model
+
+    return empty_model(model_config(config))
