@@ -150,7 +150,7 @@ def figure_table() -> str:
             each.shows,
             f"`{each.command}`",
             # What a released model holds is known where its revisions are: `show` asks for them.
-            *(("none", "by `show`", "") if each.settings else _costs(each.recipe)),
+            *(("none", "by `show`", "by `show`") if each.settings else _costs(each.recipe)),
             _in_small(each.small, titles),
         ]
         for each in FIGURES

@@ -71,7 +71,7 @@ def _end(directory: Path, study: Study, summary: RunSummary) -> End:
 
 
 def _parameters(study: Study, run: AnyRun) -> int | None:
-    """Return the size of a run's model; None where a release does not state it, or was post-trained.
+    """Return the size of a run's model; None of a release without config.json, or post-trained.
 
     Post-training has no place on a law of pretraining.
     """

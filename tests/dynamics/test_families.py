@@ -13,11 +13,13 @@ from collections.abc import Callable
 from math import log2
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import vl_convert
 
 from base.errors import UserError
+from dynamics.across import write_comparison
 from dynamics.figures.averages import averages
 from dynamics.figures.losses import full_against_quantized, losses
 from dynamics.figures.quantization import quantization_error
@@ -98,6 +100,18 @@ def smollm3(tmp_path, tokenizer_dir) -> Study:
     revisions = [*of_the_authors(CHECKPOINTS), "stage3-step-4720000", *POST_TRAINING]
     first = lay_out(tmp_path, CHECKPOINTS, revisions, tokenizer_dir)
     return study_of(first, lay_out(tmp_path, FINAL, ["main"], tokenizer_dir))
+
+
+def test_the_size_of_a_release_is_compared_with_its_tokens_of_pretraining(tmp_path, smollm3):
+    plant(tmp_path / "planted", smollm3, surging)
+    lines = list(write_comparison({tmp_path / "planted": smollm3}, tmp_path / "out"))
+    assert any("not fitted: 1 of 3 sizes" in line for line in lines)
+    ends = pq.read_table(tmp_path / "out/ends.parquet").to_pylist()
+    placed = [end["run"] for end in ends if end["parameters"]]
+    assert placed == ["stage1", "stage2", "stage3"]
+    for end in ends[:3]:
+        assert end["tokens_per_parameter"] == end["tokens"] / end["parameters"]
+    assert {end["parameters"] for end in ends[3:]} == {None}
 
 
 def revision_of(study: Study, row: dict) -> tuple[str, str]:

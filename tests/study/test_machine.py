@@ -1,6 +1,7 @@
 """The hardware of a study: what steps take of it, what this machine has, and room on the disk."""
 
 import json
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ from base import gpus
 from base.errors import UserError
 from base.frozen import fingerprint
 from study.definition import Study, load_study, save_study
+from study.machine import released_size
 from study.machine.disk import check_room, needed_bytes
 from study.machine.hardware import UNKNOWN_BYTES, Hardware, planned, this_machine
 from study.machine.needs import ON_GPU, Needs, write_run_configurations
@@ -25,6 +27,8 @@ from study.step import Step, resolve
 from study.steps import steps_of
 from tests.interpreter import interpreter
 from tests.runs import PROJECT
+from train.model.config import hf_settings, multiplied_parameters, parameter_shapes
+from train.model.presets import OLMO2_190M, PYTHIA_160M
 from train.planning.flops import GPUS
 from train.planning.memory import rank_memory
 from train.run.config import load_run
@@ -300,6 +304,23 @@ def test_needs_are_those_of_transformers_models_and_the_runs_state(study):
         "quantized weights": 4 * 3 * linear * 4,
         "released models": 0,
     }
+
+
+@pytest.mark.parametrize("size", [OLMO2_190M, PYTHIA_160M])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_size_of_a_release_is_that_of_a_model_of_ours(size, is_tied):
+    """By transformers' model of its config.json, against the shapes that training plans with."""
+    model = size.model_copy(update={"tie_word_embeddings": is_tied})
+    content = {"model_type": model.family} | hf_settings(model, 2048, 0)
+    whole = sum(math.prod(shape) for shape in parameter_shapes(model).values())
+    for written, bytes_each in (
+        ({"torch_dtype": "bfloat16"}, 2),
+        ({"dtype": "float32"}, 4),
+        ({}, 4),
+    ):
+        config = json.dumps(content | written)
+        assert released_size.stored_bytes(config) == whole * bytes_each
+        assert released_size.multiplied_parameters(config) == multiplied_parameters(model)
 
 
 def filesystem(monkeypatch, free: int) -> None:
