@@ -42,6 +42,10 @@ class Experiment(Frozen):
         """Return whether a claim is judged in it."""
         return not self.claims or claim in self.claims
 
+    def shows(self, figure: str) -> bool:
+        """Return whether a figure is in its section, if its runs can have it."""
+        return not self.figures or figure in self.figures
+
 
 def problems_of(experiments: Sequence[Experiment], runs: Collection[str]) -> Iterator[str]:
     """Yield what is wrong with the experiments of a study with these runs, by name."""

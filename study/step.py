@@ -40,7 +40,7 @@ class Step:
     slots: int = 1  # cores
     resumes: bool = False  # from its own unfinished outputs, which are never removed
     tolerant: bool = False  # of inputs that never come, since a run diverged
-    expected_seconds: float = 5.0  # a guess, corrected by what steps of its kind took
+    expected_seconds: float = 1.5  # a guess, corrected by what steps of its kind took
 
     @property
     def command(self) -> tuple[str, ...]:

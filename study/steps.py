@@ -86,7 +86,7 @@ def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
         settings=fingerprint(run),
         slots=study.ranks,
         resumes=True,
-        expected_seconds=15 + (run.total_tokens - run.tokens_at(first)) / 25_000,
+        expected_seconds=2 + (run.total_tokens - run.tokens_at(first)) / 32_000,
     )
 
 
@@ -174,7 +174,7 @@ def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
         models=(f"{{study}}/{checkpoint_directory(run.name, model)}",),
         tail=("--into", into),
         resumes=True,
-        expected_seconds=1.5,
+        expected_seconds=0.5,
     )
 
 

@@ -14,6 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
+from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from ckpt_tools.hf.measured import ProjectedPoint, Slice, TrajectoryPlane
@@ -37,8 +38,10 @@ from study.measurements.planes import BranchedRun
 from study.paths import MeasuredModel, hf_directory
 
 HEIGHT = 3.7  # inches of the planes
-BESIDE, ABOVE = 1.0, 1.0  # inches of the labels beside a plane, and of those above and below it
-OUTSIDE_LETTERS = 90  # of a line above a panel
+BESIDE, ABOVE = 1.0, 1.2  # inches of the labels beside a plane, and of those above and below it
+# Points of a letter's width and of a line's height in small words, and of a checkpoint's mark.
+LETTER, LINE, MARK = 4.9, 11, 4
+REACHES = (12, 24, 36)  # points of a name from its place, as far as others are nearer
 DISTANCE = "distance of the weights"
 X, Y = f"{DISTANCE}, along x", f"{DISTANCE}, along y"
 LOSS = f"loss ({NATS})"
@@ -145,7 +148,9 @@ def trajectory_plane(canvas: Canvas) -> Drawn | None:
     if not planes_by_run:
         return None
     labels = {name: look.label for name, look in canvas.runs.looks.items()}
-    picture = _trajectory_picture(planes_by_run, lines, labels)
+    # All of one picture have one seed.
+    names = {run.name: canvas.study.group_of(run).label for run in canvas.study.runs}
+    picture = _trajectory_picture(planes_by_run, lines, names)
     return Drawn(_trajectory_rows(planes_by_run, lines, labels), picture)
 
 
@@ -177,7 +182,7 @@ def _over_the_end(plane: dict[str, Any]) -> NDArray[np.float64]:
 def _trajectory_picture(
     planes_by_run: Mapping[str, dict[str, Any]],
     lines: Mapping[str, Mapping[str, list[Projected]]],
-    labels: Mapping[str, str],
+    names: Mapping[str, str],
 ) -> Picture:
     increases = {run: _over_the_end(plane) for run, plane in planes_by_run.items()}
     levels = levels_of(np.concatenate([increase.ravel() for increase in increases.values()]))
@@ -186,40 +191,88 @@ def _trajectory_picture(
     for axis, (run, plane) in zip(axes, planes_by_run.items(), strict=True):
         filled = draw_contours(axis, plane["grid"], increases[run], levels)
         for name, line in lines[run].items():
-            _draw_line(axis, line, labels[name], is_trunk=name == run)
+            _draw_line(axis, line, is_trunk=name == run)
+        _name_ends(axis, plane["grid"], lines[run], names, trunk=run)
         shares = plane["variance_shares"]
         axis.set_xlabel(f"{DISTANCE}, component 1 ({shares[0]:.0%} of the variance)")
         axis.set_ylabel(f"{DISTANCE},\ncomponent 2 ({shares[1]:.0%})")
         outside = ", ".join(
-            f"{labels[name]} {line[-1].point.off_plane_share:.0%}"
+            # one that is not wrapped within
+            f"{names[name]} {line[-1].point.off_plane_share:.0%}".replace(" ", "\N{NO-BREAK SPACE}")
             for name, line in lines[run].items()
         )
+        letters = round(72 * _inches(plane["grid"]) / LETTER)
         axis.annotate(
-            "\n".join(wrap(f"ends off the plane: {outside}", width=OUTSIDE_LETTERS)),
+            "\n".join(wrap(f"ends off the plane: {outside}", width=letters)),
             (0, 1), (0, 5), "axes fraction", "offset points", fontsize=8,
         )  # fmt: skip
     add_colour_bar(picture, filled, _bar_beside(axes[-1], grids[-1]), "the last checkpoint")
     return picture
 
 
-def _draw_line(axes: Axes, line: list[Projected], label: str, *, is_trunk: bool) -> None:
-    """Draw the projections of a run's checkpoints, named at its end."""
+def _draw_line(axes: Axes, line: list[Projected], *, is_trunk: bool) -> None:
+    """Draw the projections of a run's checkpoints."""
     colour = TRUNK if is_trunk else BRANCH
     x, y = ([getattr(place.point, axis) for place in line] for axis in "xy")
     axes.plot(
         x, y, "o-", color=colour, markersize=3.5, linewidth=1.3, markeredgecolor="white",
         markeredgewidth=0.6, zorder=4 if is_trunk else 5, path_effects=HALO if is_trunk else [],
     )  # fmt: skip
-    notes = [(line[-1], label)]
-    if is_trunk:
-        notes = [(place, _step(place.model)) for place in (line[0], line[-1])]
-    for place, text in notes:
-        # the run's own names above its line, those of its branches below
+
+
+def _name_ends(
+    axes: Axes,
+    grid: dict[str, Any],
+    lines: Mapping[str, list[Projected]],
+    names: Mapping[str, str],
+    *,
+    trunk: str,
+) -> None:
+    """Write the first and last step of the run, and the name of each branch at its end."""
+    first, *_, last = lines[trunk]
+    notes = [(place.point, _step(place.model), TRUNK) for place in (first, last)]
+    notes += [
+        (line[-1].point, names[name], BRANCH) for name, line in lines.items() if name != trunk
+    ]
+    # Both axes have one scale.
+    scale = 72 * HEIGHT / _width(grid["y"])
+    points = [place.point for line in lines.values() for place in line]
+    taken = [
+        Bbox.from_bounds(scale * point.x - MARK / 2, scale * point.y - MARK / 2, MARK, MARK)
+        for point in points
+    ]
+    for point, text, colour in notes:
+        at = (scale * point.x, scale * point.y)
+        offset, reach = _free_offset(at, len(text) * LETTER, taken)
+        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.6}
         axes.annotate(
-            text, (place.point.x, place.point.y), (0, 7 if is_trunk else -7),
-            textcoords="offset points", fontsize=7.5, color=colour, zorder=6,
-            ha="center", va="bottom" if is_trunk else "top", path_effects=HALO,
+            text, (point.x, point.y), offset, textcoords="offset points", fontsize=7.5,
+            color=colour, zorder=6, ha="center", va="center", path_effects=HALO,
+            arrowprops=leader if reach > REACHES[0] else None,
         )  # fmt: skip
+
+
+def _free_offset(
+    at: tuple[float, float], width: float, taken: list[Bbox]
+) -> tuple[tuple[float, float], float]:
+    """Return where the middle of a name is from its place, in points, and how far that is.
+
+    Nearest are tried first; where all touch what is `taken`, it is the first. Its box is added.
+    """
+    beside = width / 2
+    tried = [
+        ((dx, dy), reach)
+        for reach in REACHES
+        for dx, dy in ((0, reach), (0, -reach), (beside + reach, 0), (-beside - reach, 0))
+    ]
+    boxes = [
+        Bbox.from_bounds(at[0] + dx - beside, at[1] + dy - LINE / 2, width, LINE)
+        for (dx, dy), _ in tried
+    ]
+    free = [index for index, box in enumerate(boxes) if not box.count_overlaps(taken)]
+    chosen = free[0] if free else 0
+    taken.append(boxes[chosen])
+    return tried[chosen]
 
 
 def _step(model: MeasuredModel) -> str:
@@ -251,12 +304,16 @@ def _trajectory_rows(
 
 def _panels(grids: Sequence[dict[str, Any]]) -> tuple[Picture, list[Axes]]:
     """Return a picture with a panel per grid, as wide as it is, and with an axis for each."""
-    shapes = [_width(grid["x"]) / _width(grid["y"]) for grid in grids]
-    widths = [HEIGHT * shape for shape in shapes]
-    size = (sum(widths) + BESIDE * len(grids) + 1.0, HEIGHT + ABOVE)
+    widths = [_inches(grid) for grid in grids]
+    size = (sum(widths) + BESIDE * len(grids) + 1.6, HEIGHT + ABOVE)
     picture = Picture(figsize=size, dpi=170, layout="constrained")
     axes = picture.subplots(1, len(grids), squeeze=False, width_ratios=widths)[0]
     return picture, list(axes)
+
+
+def _inches(grid: dict[str, Any]) -> float:
+    """Return the width of the panel of a grid."""
+    return HEIGHT * _width(grid["x"]) / _width(grid["y"])
 
 
 def _width(coordinates: Sequence[float]) -> float:
@@ -265,5 +322,5 @@ def _width(coordinates: Sequence[float]) -> float:
 
 def _bar_beside(axes: Axes, grid: dict[str, Any]) -> Axes:
     """Return where the scale of the colours is drawn, beside the panel of a grid."""
-    width = HEIGHT * _width(grid["x"]) / _width(grid["y"])
+    width = _inches(grid)
     return axes.inset_axes((1 + 0.12 / width, 0.0, BAR_INCHES / width, 1.0))

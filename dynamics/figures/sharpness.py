@@ -45,9 +45,9 @@ COLUMNS = 3
     " along it, d'Hd / |d|^2, is from a symmetric pair of losses; the largest eigenvalue bounds"
     " it where both are of the same sequences. Critical sharpness is 2 over the multiple of d at"
     " which the loss is the checkpoint's again, on the side on which it falls first: of -d, back"
-    " towards the checkpoint before, where going on raises it (negative multiples). While weights"
-    " move about one place at a constant rate it is near 2 whatever the curvature is. Open marks"
-    " are bounds, where the search found no such multiple. Below: both against the largest"
+    " towards the checkpoint before, where a further move raises it (negative multiples). While"
+    " weights move about one place at a constant rate it is near 2 whatever the curvature is. Open"
+    " marks are bounds, where the search found no such multiple. Below: both against the largest"
     " eigenvalue of the same checkpoints, with Spearman's correlation and Pearson's of"
     " logarithms, over all checkpoints and within trainings; intervals are 95%, over trainings,"
     " where there are three or more. Last: the curvature along the quantization steps of the last"
@@ -178,9 +178,11 @@ def _steps(canvas: Canvas) -> tuple[Rows, Chart]:
 def sharpness_line(evidence: Evidence) -> str:
     """Return the correlation of curvature along the moves and the largest eigenvalue in words.
 
-    Empty for a study without both.
+    Empty for a study without both, and where the figure is not shown.
     """
     study = evidence.study
+    if not evidence.shows(sharpness.name):
+        return ""
     if not (study.critical and study.curvature and study.curvature.lambda_max):
         return ""
     points = _pairs(study, evidence.rows, OF_MOVE.curvature)
@@ -195,8 +197,8 @@ def sharpness_line(evidence: Evidence) -> str:
     return (
         "Curvature along the moves between checkpoints, by forward passes alone, and the largest"
         f" eigenvalue of the Hessian: {correlations} ({len(points)} checkpoints of {trainings}"
-        f" trainings{few}). Going on along the move lowers the loss first at {ahead} of"
-        f" {len(multiples)} checkpoints."
+        f" trainings{few}). At {ahead} of {len(multiples)}"
+        " checkpoints the loss first falls further along the move, not back along it."
     )
 
 

@@ -31,9 +31,10 @@ from study.figures.figure import Drawn, figure
 from study.measurements.titles import spec_title
 from study.paths import slice_result
 
-HEIGHT = 4.4  # inches of the planes
+SIDE, COLUMNS = 4.4, 2  # inches of the longer side of a plane, and planes beside each other
 BLANK = "#f0f0f0"  # of a panel, where its plane was not measured
-BESIDE, ABOVE = 0.62, 1.7  # inches of the labels beside a plane, and of labels and legend above it
+BESIDE, ABOVE = 0.7, 1.2  # inches of the labels beside a plane, and above and below it
+LEGEND = (1.1, 0.7)  # inches of the colour bar, and of the legend
 NAMES = {"base": "weights at the end of training", "previous": "one checkpoint before"}
 ALONG = ("along the last step", "towards the quantized weights")
 LENGTH = "distance / length of the quantization step"
@@ -85,10 +86,16 @@ def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Pic
         for axis in "xy"
     }
     shape = (limits["x"][1] - limits["x"][0]) / (limits["y"][1] - limits["y"][0])
-    width = (HEIGHT * shape + BESIDE) * len(grids) + 1.1
-    picture = Picture(figsize=(width, HEIGHT + ABOVE), dpi=170, layout="constrained")
-    axes = list(picture.subplots(1, len(grids), squeeze=False)[0])
-    for axis, (label, result) in zip(axes, results.items(), strict=True):
+    panel = (min(SIDE, SIDE * shape), min(SIDE, SIDE / shape))
+    columns = min(len(grids), COLUMNS)
+    rows = math.ceil(len(grids) / columns)
+    width = (panel[0] + BESIDE) * columns + LEGEND[0]
+    height = (panel[1] + ABOVE) * rows + LEGEND[1]
+    picture = Picture(figsize=(width, height), dpi=170, layout="constrained")
+    axes = picture.subplots(rows, columns, squeeze=False).ravel()
+    for empty in axes[len(grids) :]:
+        empty.remove()
+    for axis, (label, result) in zip(axes, results.items(), strict=False):
         filled = draw_plane(axis, result, levels)
         axis.set(xlim=limits["x"], ylim=limits["y"], facecolor=BLANK)
         axis.set_xlabel(X.replace(", ", ",\n"))
@@ -97,8 +104,9 @@ def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Pic
             linespacing=1.4,
         )  # fmt: skip
         axis.set_title(f"{heading} {label}", loc="left", pad=36)
-    axes[0].set_ylabel(Y.replace(", ", ",\n"))
-    bar = axes[-1].inset_axes((1.06, 0.0, BAR_INCHES / (HEIGHT * shape), 1.0))
+    for axis in axes[::columns]:
+        axis.set_ylabel(Y.replace(", ", ",\n"))
+    bar = axes[columns - 1].inset_axes((1.06, 0.0, BAR_INCHES / panel[0], 1.0))
     add_colour_bar(picture, filled, bar, symbol_of("base"))
 
     names = NAMES | {"quantized": f"quantized: {spec_title(spec)}"}
@@ -107,8 +115,8 @@ def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Pic
         Line2D([], [], marker=marker, label=f"{symbol_of(name)}  {words}", **look)
         for marker, (name, words) in zip(MARKERS, names.items(), strict=True)
     ]
-    columns = len(handles) if width > 9 else 1  # a narrow figure has them below each other
-    picture.legend(handles=handles, loc="outside upper left", ncols=columns)
+    beside = len(handles) if width > 9 else 1  # a narrow figure has them below each other
+    picture.legend(handles=handles, loc="outside upper left", ncols=beside)
     return picture
 
 

@@ -10,6 +10,7 @@ from base.statistics import INTERVAL_LEVEL
 from quant_eval.estimate import Estimate
 from quant_eval.specs import parse_spec
 from study.definition import Study
+from study.experiments import Experiment
 from study.measurements.kind import Column
 from study.measurements.quantization import ERRORS
 from study.measurements.titles import spec_title
@@ -71,11 +72,16 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """A study with its table and its comparisons."""
+    """A study, or an experiment of one, with its table and its comparisons."""
 
     study: Study
     table: Rows
     paired: Paired
+    experiment: Experiment | None = None
+
+    def shows(self, figure: str) -> bool:
+        """Return whether a figure is shown beside."""
+        return self.experiment is None or self.experiment.shows(figure)
 
     @cached_property
     def rows(self) -> Rows:

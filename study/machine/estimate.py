@@ -90,7 +90,7 @@ def _wall_clock(prices: Prices, total: GpuHours) -> Iterator[str]:
 def core_lines(steps: Sequence[Step]) -> Iterator[str]:
     """Yield a table of the steps by kind with the core-hours that such steps are expected to take.
 
-    They are guesses for small models, which a study corrects as it runs.
+    They are what the small models of the demo took of two cores, which a study corrects as it runs.
     """
     rows, total = [("steps", "", "core-hours")], 0.0
     for kind, alike in grouped(steps, lambda step: step.kind).items():
@@ -98,6 +98,7 @@ def core_lines(steps: Sequence[Step]) -> Iterator[str]:
         rows.append((kind, f"{len(alike)}", f"{taken:.2g}"))
         total += taken
     yield from aligned([*rows, ("in all", f"{len(steps)}", f"{total:.2g}")], right={1, 2})
+    yield "estimates: what the demo's models took of a machine with two cores"
 
 
 def disk_line(needs: Needs) -> str:

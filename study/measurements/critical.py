@@ -85,7 +85,7 @@ def _steps(
             after=(before.making, *blocks),
             models=(subject.hf, "--previous", before.hf),
             tail=(*steps_to, "--data", subject.texts["held_out"].prefix, *chosen),
-            expected_seconds=2.0,
+            expected_seconds=1.0,
         )
     ]
 

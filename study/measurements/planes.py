@@ -107,7 +107,7 @@ def _plane_steps(planes: Planes, subjects: Subjects) -> list[Step]:
                 (plane.result,),
                 uses=("held_out",),
                 after=tuple(step for step in making if step is not subject.making),
-                expected_seconds=10.0,
+                expected_seconds=2.0,
             )
         )
     return steps
@@ -131,7 +131,7 @@ def _pca_steps(branched: BranchedRuns, subjects: Subjects) -> list[Step]:
                 (trajectory.result,),
                 uses=("held_out",),
                 after=tuple(each.making for each in (*fitted[:-1], *projected)),
-                expected_seconds=15.0,
+                expected_seconds=2.0,
             )
         )
     return steps

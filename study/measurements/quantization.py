@@ -192,7 +192,7 @@ def _steps(
             models=(subject.hf,),
             specs=("--spec", spec),
             tail=tail,
-            expected_seconds=12.0 if is_method else 4.0,
+            expected_seconds=2.5 if is_method else 1.5,
         )
         for spec in specs
     ]
@@ -213,7 +213,7 @@ def _block_steps(
         *_options(specs, of_blocks, subject, per_block=True, dense=True),
         *(word for path in results for word in ("--out", f"{{study}}/{Path(path).parent}")),
     )
-    seconds = 5.0 + 6.0 * len(specs)
+    seconds = 1.5 + 0.5 * len(specs)
     name = f"blocks-{subject.run}"
     return [
         subject.step("blocks", name, command, results, uses=_uses(specs), expected_seconds=seconds)

@@ -67,7 +67,7 @@ def _steps(
             ),
             uses=("held_out",),
             after=(blocks,),
-            expected_seconds=5.0 + 3.0 * len(along.specs),
+            expected_seconds=1.5 + 0.5 * len(along.specs),
         )
     ]
 
@@ -104,7 +104,7 @@ def _slice_steps(
             (result,),
             uses=("held_out",),
             after=(before.making, blocks),
-            expected_seconds=10.0,
+            expected_seconds=2.0,
         )
     ]
 

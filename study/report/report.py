@@ -61,7 +61,7 @@ def _section(part: ShownPart, paired: Paired) -> Section:
     """Return what is shown of a part of a study; write its figures and tables."""
     experiment, study, rows = part
     directory, name = paired.directory, experiment.name if experiment else ""
-    canvas, evidence = Canvas(study, rows, directory), Evidence(study, rows, paired)
+    canvas, evidence = Canvas(study, rows, directory), Evidence(study, rows, paired, experiment)
     figures, empty = draw_all(canvas, experiment)
     effects = effect_tables(study, effects_of(study, rows, paired))
     tables = _tables(study, rows, paired)

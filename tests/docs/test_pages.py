@@ -71,8 +71,8 @@ def test_every_figure_of_the_paper_has_its_command():
     assert {"20", "23"} <= numbers
     assert {figure.small for figure in FIGURES} - {"", "tiny"} == SHOWN.keys()
     pictures = {path.stem: path.stat().st_size for path in PICTURES.glob("*")}
-    assert pictures.keys() <= SHOWN.keys()
-    assert max(pictures.values(), default=0) <= MOST_BYTES_OF_PICTURE
+    assert pictures.keys() == SHOWN.keys()
+    assert max(pictures.values()) <= MOST_BYTES_OF_PICTURE
 
 
 def test_no_other_page_is_among_the_generated():

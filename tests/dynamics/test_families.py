@@ -31,7 +31,7 @@ from study.figures.figure import write_figure
 from study.figures.looks import SOUP, STAR
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.averages import LAWA
-from study.results.table import Row, read_table
+from study.results.table import Row, read_table, write_table
 from study.steps import steps_of
 from tests.dynamics.drawing import chart_of, drawn
 from tests.dynamics.families import (
@@ -103,7 +103,7 @@ def smollm3(tmp_path, tokenizer_dir) -> Study:
 
 
 def test_the_size_of_a_release_is_compared_with_its_tokens_of_pretraining(tmp_path, smollm3):
-    plant(tmp_path / "planted", smollm3, surging)
+    write_table(tmp_path / "planted", smollm3, plant(tmp_path / "planted", smollm3, surging))
     lines = list(write_comparison({tmp_path / "planted": smollm3}, tmp_path / "out"))
     assert any("not fitted: 1 of 3 sizes" in line for line in lines)
     ends = pq.read_table(tmp_path / "out/ends.parquet").to_pylist()

@@ -34,7 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | WINDOWS
     | GROUPED,
     "mistral-windows": {"model_type": "mistral"} | WINDOWS,
-    "qwen3-windows": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1}
+    "qwen3-windows": {"model_type": "qwen3", "head_dim": 6, "use_sliding_window": True}
+    | {"max_window_layers": 1}
     | WINDOWS,
     "opensci-tied": (
         {"model_type": "opensci", "attention_bias": True, "mlp_bias": True, "qk_layernorm": True}
