@@ -24,7 +24,6 @@ from train.run.schedules import first_step
 
 RUNS_SHOWN, METHODS_SHOWN = 18, 6  # on one screen
 NUMBERS = {"to step", "tokens", "checkpoints", "revisions"}  # columns of them
-SHORTEST_HOURS = 0.1  # of training; less is trained on a CPU
 
 
 def _tokens(run: RunConfig) -> int:
@@ -53,9 +52,8 @@ def recipe_lines() -> Iterator[str]:
             continue
         study = resolve(name)
         cost = f"{amount_name(trained_tokens(study)).upper()} tokens"
-        hours = gpu_hours(study)
-        if hours.expected >= SHORTEST_HOURS:
-            cost += f", {hours} H100-hours of training"
+        if study.sized_for != "cpu":
+            cost += f", {gpu_hours(study)} H100-hours of training"
         yield f"{head}: {study.description} [{cost}]"
 
 
