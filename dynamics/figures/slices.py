@@ -92,10 +92,10 @@ def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Pic
     width = (panel[0] + BESIDE) * columns + LEGEND[0]
     height = (panel[1] + ABOVE) * rows + LEGEND[1]
     picture = Picture(figsize=(width, height), dpi=170, layout="constrained")
-    axes = picture.subplots(rows, columns, squeeze=False).ravel()
-    for empty in axes[len(grids) :]:
-        empty.remove()
-    for axis, (label, result) in zip(axes, results.items(), strict=False):
+    axes, empty = np.split(picture.subplots(rows, columns, squeeze=False).ravel(), [len(grids)])
+    for axis in empty:
+        axis.remove()
+    for axis, (label, result) in zip(axes, results.items(), strict=True):
         filled = draw_plane(axis, result, levels)
         axis.set(xlim=limits["x"], ylim=limits["y"], facecolor=BLANK)
         axis.set_xlabel(X.replace(", ", ",\n"))

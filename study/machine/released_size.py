@@ -9,7 +9,7 @@ from study.machine.needs import model_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"bfloat16": 2, "float16": 2}  # of a number; 4 of any other
 
 
 @cache
@@ -19,20 +19,20 @@ def stored_bytes(config: str) -> int:
     Without one they are in fp32, which is the library's default.
     """
     content = json.loads(config)
-    dtype = content.get("dtype") or content.get("torch_dtype") or "float32"
+    dtype = str(content.get("dtype") or content.get("torch_dtype"))
     parameters = sum(weight.numel() for weight in _model(config).parameters())
-    return parameters * BYTES[dtype]
+    return parameters * BYTES.get(dtype, 4)
 
 
 @cache
 def multiplied_parameters(config: str) -> int:
     """Return the parameters as `train.model.config.multiplied_parameters` counts them."""
     model = _model(config)
-    looked_up = model.get_input_embeddings().weight
-    is_tied = model.config.tie_word_embeddings
-    return sum(weight.numel() for weight in model.parameters()) - (
-        0 if is_tied else looked_up.numel()
-    )
+    whole = sum(weight.numel() for weight in model.parameters())
+    if model.config.tie_word_embeddings:
+        return whole
+    looked_up = sum(weight.numel() for weight in model.get_input_embeddings().parameters())
+    return whole - looked_up
 
 
 @cache

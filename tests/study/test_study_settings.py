@@ -111,13 +111,13 @@ def test_a_branch_has_its_parent_in_the_study(changed, words):
 
 def test_many_settings_name_a_directory_that_can_be_made(tmp_path):
     """Their order decides, too, as the last of one path is what holds."""
-    settings = [
+    settings = (
         "quantization.eval_tokens=4096",
         "quantization.calibration_sequences=8",
         "curvature.pairs=4",
         "optimizer.weight_decay=0.3",
         "optimizer.beta2=0.9",
-    ]
+    )
     names = [resolve("tiny", "smoke", given).name for given in (settings, settings[::-1])]
     assert len(set(names)) == 2
     for name in names:
