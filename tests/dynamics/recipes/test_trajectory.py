@@ -110,7 +110,7 @@ def test_of_the_hub_a_line_per_stage_and_ingredient(capsys):
     assert stage1.revisions[2].tokens == 477_000 * 4_194_304
     assert lines(study)[1].revisions[-1].learning_rate == 0
     assert any("OLMo2-7B-stage1.yaml" in source for source in study.sources)
-    caption = "Figure 2 of arXiv:2510.06213, 1 of its 4 models"
+    caption = "Figure 2 of arXiv:2510.06213, which has one width and 4 models, here 1"
     assert study.captions["quantization_error"] == caption
 
 
