@@ -17,7 +17,6 @@ from pydantic import Field, ValidationError
 from base.errors import UserError, explain_validation
 from base.frozen import Frozen
 from base.settings import check_path, name_with, path_of
-from ckpt_tools.hf.model import read_hf_config
 from ckpt_tools.released.before import check_ends, tokenizer_sha256
 from ckpt_tools.released.own_family import family_file
 from ckpt_tools.released.revisions import Revision, final_repo
@@ -156,7 +155,7 @@ def trajectory_of(released: Released, *, smoke: bool, on_text: bool) -> Study:
     known = [source for each in sources for source in sources_of(each.revisions)]
     shown = " and ".join(_places(released.source))
     first, own = sources[0], family_file(released.family)
-    curvature = _curvature(first, smoke=smoke)
+    curvature = _curvature(runs, smoke=smoke)
     critical = SMALL_CRITICAL if smoke else WEB_CRITICAL
     name = f"{TRAJECTORY}-{'+'.join(map(_short_name, sources))}{'-smoke' if smoke else ''}"
     chosen = released.model_dump(include=set(CHOOSING), exclude_none=True)
@@ -270,12 +269,10 @@ def _short_name(source: Source) -> str:
     return _name(name)
 
 
-def _curvature(source: Source, *, smoke: bool) -> CurvatureSettings:
-    """Return settings for traces, on sequences within the context of a model that is here."""
-    length = SEQUENCE_LENGTH
-    first = source.directory and source.directory / source.revisions[0].revision
-    if first and (first / "config.json").exists():
-        length = min(length, read_hf_config(first).get("max_position_embeddings", length))
+def _curvature(runs: Iterable[ReleasedRun], *, smoke: bool) -> CurvatureSettings:
+    """Return settings for traces, on sequences within the context of every model."""
+    contexts = (json.loads(run.config).get("max_position_embeddings") for run in runs if run.config)
+    length = min([SEQUENCE_LENGTH, *filter(None, contexts)])
     settings = SMALL_CURVATURE if smoke else TRACES
     return settings.model_copy(update={"sequence_length": length, "lambda_max": False})
 

@@ -238,6 +238,20 @@ def test_four_models_of_the_hub_are_one_study(serve):
         trajectory("full", source=source)
 
 
+def test_curvature_is_of_sequences_within_the_shortest_context(serve):
+    """The shortest of all models, known before one is fetched."""
+    first, second, *_ = FOUR
+    tokenizer = {"tokenizer.json": b"{}"}
+    short = {"config.json": config_json("olmo2", max_position_embeddings=1024)}
+    hub = serve(first, list(FOUR[first]), LISTED | tokenizer)
+    hub.others = {second: dict.fromkeys(FOUR[second], LISTED | tokenizer | short)}
+    for source, length in ((first, 2048), (f"{first},{second}", 1024)):
+        study = trajectory("full", source=source)
+        assert study.curvature
+        assert study.critical
+        assert (study.curvature.sequence_length, study.critical.sequence_length) == (length, length)
+
+
 def test_smollm3_from_its_first_stage_to_post_training(serve, capsys):
     """Tokens by its model card: steps x 2,359,296, counted anew in each extension of context."""
     stages = {
