@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
-from dynamics.figures.losses import BEFORE_ANNEAL
+from dynamics.figures.losses import larger_in_the_anneal
 from dynamics.figures.quantization import DIVERGENCE_AXIS, ERROR_AXIS
 from dynamics.mechanism.checkpoints import CheckpointRow, checkpoints, divergence_of, loss_of
 from dynamics.mechanism.correlation import given_loss_and_tokens
@@ -98,11 +97,12 @@ SHOWN = {
 @figure(
     "error_against_curvature",
     "KL divergence of quantization at the fewest bits against curvature: a point per checkpoint"
-    " after the warm-up, large points in the anneal; eigenvalues that did not converge are left"
-    " out. The relative trace is that of the decoder blocks' matrices, each times the mean square"
-    " of its entries: it does not depend on the unit of the parameters. Above each panel:"
-    " Spearman's partial correlation given loss and tokens, with its 95% interval. Its unit is the"
-    " training, for checkpoints of one, branches among them, are not independent (jackknife).",
+    " after the warm-up, large points of runs trained here in the anneal; eigenvalues that did not"
+    " converge are left out. The relative trace is that of the decoder blocks' matrices, each times"
+    " the mean square of its entries: it does not depend on the unit of the parameters. Above each"
+    " panel: Spearman's partial correlation given loss and tokens, with its 95% interval. Its unit"
+    " is the training, for checkpoints of one, branches among them, are not independent"
+    " (jackknife).",
     lambda study: study.curvature is not None,
 )
 def error_against_curvature(canvas: Canvas) -> Drawn | None:
@@ -131,9 +131,7 @@ def _correlation_panel(
         for row in (point.row for point in points)
     ]
     x, y = SHOWN[column].logarithmic_for(rows), DIVERGENCE_AXIS.logarithmic_for(rows)
-    # Small points before the anneal, large ones in it.
-    early = {"field": "phase", "oneOf": BEFORE_ANNEAL}
-    sizes: dict[str, Any] = {"size": {"condition": {"test": early, "value": 18}, "value": 60}}
+    sizes = larger_in_the_anneal(canvas.study, 18, 60)
     by_step = {"order": {"field": "step", "type": "quantitative"}}
     return rows, panel(
         [marks(rows, canvas.runs, x, y, points=sizes, lines=by_step)], title, columns

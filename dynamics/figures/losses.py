@@ -1,7 +1,6 @@
 """The loss in full precision and quantized: along training, and one against the other."""
 
 from dataclasses import replace
-from typing import Any
 
 from base.grouping import grouped
 from quant_eval.specs import parse_spec
@@ -31,7 +30,7 @@ from study.results.averages import lowest_spec
 LOSS = Quantity("held-out loss", NATS)
 FULL = "full precision"
 WHILE_TRAINING = "Full precision, while training"
-DASHES = ([1, 0], [6, 3], [8, 2, 2, 2])  # full precision, and specs, the most bits first
+SOLID, DASHES = [1, 0], ([6, 3], [8, 2, 2, 2], [2, 2], [12, 3])  # of specs, the most bits first
 FIRST_SHARE = 0.08  # of training, whose losses are far above the others
 
 
@@ -83,8 +82,9 @@ def _is_one_model(study: Study) -> bool:
 
 
 def _dash(widths: list[str]) -> Chart:
-    """Return the dashes of full precision and of the specs."""
-    scale = {"domain": widths, "range": [DASHES[min(place, 2)] for place in range(len(widths))]}
+    """Return the dashes of the specs, after full precision, which is solid."""
+    # Repeated, they are enough for any number of specs.
+    scale = {"domain": widths, "range": [SOLID, *DASHES * len(widths)][: len(widths)]}
     legend = {"symbolType": "stroke", "symbolSize": 700, "symbolStrokeWidth": 1.6}
     return {"field": "series", "type": "nominal", "title": "weights", "scale": scale} | {
         "legend": legend | {"symbolStrokeColor": INK}
@@ -159,15 +159,20 @@ def _late(canvas: Canvas, rows: Rows) -> Rows:
     return late
 
 
+def larger_in_the_anneal(study: Study, before: int, within: int) -> Chart:
+    """Return the sizes of points; of released models, whose phases are their stages, one."""
+    if not study.trained:
+        return {"size": {"value": (before + within) // 2}}
+    early = {"field": "phase", "oneOf": BEFORE_ANNEAL}
+    return {"size": {"condition": {"test": early, "value": before}, "value": within}}
+
+
 def _square(canvas: Canvas, rows: Rows, columns: int) -> Chart:
     late = _late(canvas, rows)
     # One domain and a square panel: as far above the line is as far as to its right.
     reach = [value for row in late for value in (row[BEFORE.label], row[AFTER.label])]
     x, y = (replace(axis, domain=around(reach, NEAR)) for axis in (BEFORE, AFTER))
-    sizes: dict[str, Any] = {"size": {"value": 30}}
-    if canvas.study.trained:  # phases of released models are their stages
-        early = {"field": "phase", "oneOf": BEFORE_ANNEAL}
-        sizes = {"size": {"condition": {"test": early, "value": 15}, "value": 45}}
+    sizes = larger_in_the_anneal(canvas.study, 15, 45)
     # Lines follow training: losses go up and down and would be sorted otherwise.
     by_step = {"order": {"field": "step", "type": "quantitative"}}
     weights = [row for row in late if row["series"] == WEIGHTS]

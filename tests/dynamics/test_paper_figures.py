@@ -10,7 +10,7 @@ import pytest
 import vl_convert
 
 from dynamics.figures.averages import averages
-from dynamics.figures.curvature import curvature
+from dynamics.figures.curvature import curvature, error_against_curvature
 from dynamics.figures.ends import ends
 from dynamics.figures.losses import full_against_quantized, losses
 from dynamics.figures.quantization import quantization_error
@@ -304,6 +304,25 @@ def test_of_one_model_the_widths_are_dashes_in_one_panel(study, tmp_path):
     assert dashes_of(picture) == {"solid", "6,3", "8,2,2,2", "1,2"}
     assert panel["width"] == 560
     assert [row[canvas.tokens.label] for row in links_of(panel)] == [800, 900] * 3
+
+
+def test_every_width_of_one_model_has_a_dash_of_its_own(study, tmp_path):
+    specs = tuple(f"gptq-b{bits}-g32" for bits in (2, 3, 4, 8))
+    quantization = study.quantization.model_copy(update={"specs": specs})
+    widths = released(study, STABLE, DECAY).model_copy(update={"quantization": quantization})
+    picture = svg_of(chart_of(drawn(losses, canvas_of(tmp_path, widths))))
+    # full precision, the four, and the learning rate
+    assert len(dashes_of(picture)) == 6
+
+
+def test_points_of_a_released_model_have_one_size(study, tmp_path):
+    """Its phases are its stages, so no name says which of them anneal."""
+    canvas = canvas_of(tmp_path, released(study, STABLE, DECAY))
+    for figure in (error_against_curvature, full_against_quantized):
+        encodings = [part.get("encoding", {}) for part in parts_of(chart_of(drawn(figure, canvas)))]
+        sizes = [encoding["size"] for encoding in encodings if "size" in encoding]
+        assert sizes
+        assert not [size for size in sizes if "condition" in size]
 
 
 def test_of_several_models_every_width_has_its_panel_on_one_scale(study, tmp_path):
