@@ -48,10 +48,10 @@ COLUMNS = 3
     " towards the checkpoint before, where a further move raises it (negative multiples). While"
     " weights move about one place at a constant rate it is near 2 whatever the curvature is. Open"
     " marks are bounds, where the search found no such multiple. Below: both against the largest"
-    " eigenvalue of the same checkpoints, with Spearman's correlation and Pearson's of"
-    " logarithms, over all checkpoints and within trainings; intervals are 95%, over trainings,"
-    " where there are three or more. Last: the curvature along the quantization steps of the last"
-    " checkpoints by both ways, with bars of 95% over sequences.",
+    " eigenvalue of the same checkpoints, where they are above 0, with Spearman's correlation and"
+    " Pearson's of logarithms, over all checkpoints and within trainings; intervals are 95%, over"
+    " trainings, where there are three or more. Last: the curvature along the quantization steps"
+    " of the last checkpoints by both ways, with bars of 95% over sequences.",
     lambda study: study.critical is not None,
 )
 def sharpness(canvas: Canvas) -> Drawn | None:
@@ -73,18 +73,22 @@ def _along(canvas: Canvas, title: str, quantity: Quantity, column: str) -> tuple
 
 def _critical(canvas: Canvas) -> tuple[Rows, Chart]:
     """Return the critical sharpness, or its bound, of every checkpoint with a move."""
-    title, rows = "Critical sharpness along the move", Rows()
-    for run, look in canvas.runs.looks.items():
-        for row in canvas.rows_of(run, OF_MOVE.not_above.name):
-            value, multiple = critical_of(row)
-            if value is None:
-                continue
-            name = OF_MOVE.sharpness.name
-            is_bound = row[name] is None
-            ends = None if is_bound else (row[f"{name}_low"], row[f"{name}_high"])
-            head = described(row, title, look, series=WEIGHTS) | {OUTCOME: multiple}
-            place = canvas.tokens.values(row["tokens"] / canvas.unit)
-            rows.append(head | place | SHARPNESS.values(value, ends) | {BOUND: str(is_bound)})
+    title, name, rows = "Critical sharpness along the move", OF_MOVE.sharpness.name, Rows()
+    by_place = {
+        (canvas.runs.looks[row["run"]].label, row["step"]): row
+        for row in canvas.table
+        if row["average"] is None
+    }
+    # Every search has this end of its bracket, whose places along training are taken.
+    for placed in canvas.along(SHARPNESS, OF_MOVE.not_above.name, title):
+        row = by_place[placed["run"], placed["step"]]
+        value, multiple = critical_of(row)
+        if value is None:
+            continue
+        is_bound = row[name] is None
+        ends = None if is_bound else (row[f"{name}_low"], row[f"{name}_high"])
+        said = {OUTCOME: multiple, BOUND: str(is_bound)}
+        rows.append(placed | SHARPNESS.values(value, ends) | said)
     y = SHARPNESS.logarithmic_for(rows)
     is_open = f"datum.{BOUND} === 'True'"
     return rows, canvas.curves(rows, y, COLUMNS, open_where=is_open) if rows else {}
@@ -191,16 +195,17 @@ def sharpness_line(evidence: Evidence) -> str:
         return ""
     trainings = len({point.training for point in points})
     correlations = ", ".join(f"{name} {each}" for name, each in found.items())
-    multiples = [row[OF_MOVE.multiple.name] for row in evidence.rows if _has_move(row)]
-    ahead = sum(multiple is not None and multiple > 0 for multiple in multiples)
+    # The slope says on which side the loss falls, whether or not it was seen to rise again there.
+    slopes = [row[OF_MOVE.slope.name] for row in evidence.rows if _has_move(row)]
+    ahead = sum(slope < 0 for slope in slopes)
     few = "" if trainings > 2 else "; intervals take three trainings"
     return (
         "Curvature along the moves between checkpoints, by forward passes alone, and the largest"
         f" eigenvalue of the Hessian: {correlations} ({len(points)} checkpoints of {trainings}"
-        f" trainings{few}). At {ahead} of {len(multiples)}"
+        f" trainings{few}). At {ahead} of {len(slopes)}"
         " checkpoints the loss first falls further along the move, not back along it."
     )
 
 
 def _has_move(row: Row) -> bool:
-    return row.get(OF_MOVE.not_above.name) is not None
+    return row.get(OF_MOVE.slope.name) is not None

@@ -128,7 +128,8 @@ def association(
         within: both are freed of the mean of their training first (ranks are those in it).
 
     Returns:
-        None where nothing is left that varies, or with fewer than three checkpoints.
+        None where nothing is left that varies, or less than two degrees of freedom besides the
+        means, with which a correlation is 1 or -1.
 
     Example: over all they fall together, within a training one rises as the other falls.
         >>> first_N, second_N = np.array([0.0, 1, 2, 10, 11, 12]), np.array([2.0, 1, 0, 12, 11, 10])
@@ -146,7 +147,8 @@ def association(
         groups = names[kept_N] if within else np.full(kept_N.sum(), "")
         left = [_centred(values_N, groups, ranked=ranked) for values_N in pairs]
         lengths = [float(np.linalg.norm(values_N)) for values_N in left]
-        if len(left[0]) < 3 or min(lengths) <= 1e-12 * max(np.abs(pairs).max(), 1e-300):
+        is_constant = min(lengths) <= 1e-12 * max(np.abs(pairs).max(), 1e-300)
+        if len(groups) - len(set(groups)) < 2 or is_constant:
             return math.nan
         return math.atanh(max(-MOST, min(MOST, float(left[0] @ left[1]) / math.prod(lengths))))
 

@@ -5,12 +5,14 @@ import pytest
 from scipy import stats
 
 from curvature.settings import LineSettings
-from dynamics.figures.sharpness import critical_of, sharpness
+from dynamics.figures.sharpness import critical_of, sharpness, sharpness_line
 from dynamics.mechanism.correlation import association
+from study.claims.verdict import Evidence
 from study.figures.canvas import Canvas
 from study.measurements.critical import OF_MOVE, OF_STEP
 from study.paths import MeasuredModel
 from study.released import ReleasedRevision, ReleasedRun
+from study.results.paired import Paired
 from study.results.table import Row
 from study.steps import steps_of
 from tests.dynamics.drawing import chart_of, drawn
@@ -123,6 +125,21 @@ def test_words_of_a_bound(measured):
     )
 
 
+def test_the_side_is_known_without_a_multiple(measured):
+    """The loss falls ahead at the ends, where the search found nothing up to 64."""
+    study, table, directory = measured
+    slope, multiple = OF_MOVE.slope.name, OF_MOVE.multiple.name
+    moved = [row for row in table if row[slope] is not None]
+    ahead = [row for row in moved if row[multiple] is None]
+    assert 0 < len(ahead) < len(moved)
+    rows = [
+        Row.of(dict(row) | {slope: -0.1 if row in ahead else 0.1}) if row in moved else row
+        for row in table
+    ]
+    line = sharpness_line(Evidence(study, rows, Paired(directory)))
+    assert f"At {len(ahead)} of {len(moved)} checkpoints the loss first falls further" in line
+
+
 def test_no_figure_without_the_measurement(study):
     assert not sharpness.applies(study)
 
@@ -169,3 +186,11 @@ def test_ranks_within_trainings_are_those_of_each():
     assert found.value == pytest.approx(1.0, abs=1e-8)
     assert found.interval is None  # of two trainings
     assert str(found) == "+1.00"
+
+
+def test_one_degree_of_freedom_is_no_correlation():
+    """Two checkpoints of a training, and one of another: within them two points are on a line."""
+    first_N, second_N = np.array([1.0, 2, 7]), np.array([3.0, 5, 4])
+    assert association(first_N, second_N, list("aab"), ranked=False, within=True) is None
+    over_all = present(association(first_N, second_N, list("aab"), ranked=False, within=False))
+    assert over_all.value == pytest.approx(stats.pearsonr(first_N, second_N).statistic, rel=1e-12)
