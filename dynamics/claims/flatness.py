@@ -127,7 +127,9 @@ def _risen(evidence: Evidence, column: Column) -> Verdict:
         raise NotTested(TOO_FEW)
     p_value = max(curvature.p_value, divergence.p_value)
     effect = f"{column.title} {curvature}, KL divergence {divergence}, p {p_value:.2g}"
-    against = "the control at equal tokens" if has_controls else "the weights before the decay"
+    against = "the control at equal tokens"
+    if not has_controls:
+        against = "the weights before the decay, so that what the tokens since then did is in it"
     words = (
         f"against {against}: {effect}; geometric means over {divergence.trainings} trainings with"
         " 95% intervals, p of the weaker of the two"

@@ -218,7 +218,8 @@ def reach(values: Iterable[float]) -> str:
     "flat",
     "The error stays flat while the rate is high",
     source="abstract, figure 1",
-    needs="two checkpoints at a high rate, and annealed weights with their control",
+    needs="two checkpoints at a high rate, and annealed weights, with their control unless they are"
+    " released",
 )
 @by_measure
 def flat(measure: Measure) -> Verdict:
@@ -239,7 +240,8 @@ def flat(measure: Measure) -> Verdict:
     "surge",
     "The error surges when the rate decays",
     source="abstract, figure 1, appendix E.4",
-    needs="annealed weights, and the same run at equal tokens without the anneal",
+    needs="annealed weights, and the same run at equal tokens without the anneal, or of a released"
+    " model two checkpoints at a high rate",
 )
 @by_measure
 def surge(measure: Measure) -> Verdict:
@@ -311,7 +313,8 @@ def _in_logarithms(measure: Measure, contrast: Replicates) -> Estimate:
     "divergence",
     "The decay lowers the loss, raises the error",
     source="abstract",
-    needs="annealed weights, and the same run at equal tokens without the anneal",
+    needs="annealed weights, and the same run at equal tokens without the anneal, or of a released"
+    " model two checkpoints at a high rate",
 )
 @by_measure
 def divergence(measure: Measure) -> Verdict:

@@ -23,12 +23,15 @@ from dynamics.across import write_comparison
 from dynamics.figures.averages import averages
 from dynamics.figures.losses import full_against_quantized, losses
 from dynamics.figures.quantization import quantization_error
+from dynamics.figures.sharpness import sharpness
 from dynamics.forecast.page import MeasuredStudy
 from study.definition import Study, save_study
 from study.figures.canvas import AFTER, WEIGHTS, Canvas
 from study.figures.charts import PLACE
 from study.figures.figure import write_figure
 from study.figures.looks import SOUP, STAR
+from study.measurements.critical import OF_MOVE
+from study.measurements.curvature import TRACE
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.averages import LAWA
 from study.results.table import Row, read_table, write_table
@@ -186,6 +189,17 @@ def test_claims_return_what_was_planted(tmp_path, several, error):
     assert "of 4 " in judged["surge"].details[0].runs
 
 
+def test_sharpening_without_controls_says_that_tokens_are_in_it(tmp_path, several):
+    """Curvature that grows with the tokens alone rises in the decay, too."""
+    planted = plant(tmp_path / "planted", several, surging)
+    rows = [Row.of(dict(row) | {TRACE.name: 1e-9 * (row["tokens"] or 0)}) for row in planted]
+    judged = table(tmp_path / "planted", several, rows)
+    of_trace = judged["sharpening"].details[0].statistic
+    assert (
+        "the weights before the decay, so that what the tokens since then did is in it" in of_trace
+    )
+
+
 @pytest.mark.parametrize("error", [surging, growing])
 def test_smollm3_from_pretraining_to_the_merge(tmp_path, smollm3, error):
     rows = plant(tmp_path / "planted", smollm3, error, loss=falling_loss)
@@ -219,6 +233,22 @@ def test_the_file_of_a_figure_has_no_tokens_after_pretraining(tmp_path, smollm3)
     assert {(row[TOKENS], row["tokens"], row[AFTER]) for row in sft} == {("", "", "4")}
     first = next(row for row in written if row["run"] == "stage1")
     assert (first[AFTER], first["tokens"]) == ("", str(40_000 * 2_359_296))
+
+
+def test_critical_sharpness_has_its_places_after_pretraining_too(tmp_path, smollm3):
+    """Those of curvature along the same moves."""
+    curvature, _, critical, multiple, not_above, above, _ = (column.name for column in OF_MOVE)
+    moved = {curvature: 1e-3, critical: 1.0, multiple: -2.0, not_above: 1.9, above: 2.1}
+    for name in (curvature, critical):
+        moved |= {f"{name}_low": 0.9 * moved[name], f"{name}_high": 1.1 * moved[name]}
+    rows = [Row.of(dict(row) | moved) for row in made_up(smollm3)]
+    shown = drawn(sharpness, Canvas(smollm3, rows, tmp_path)).rows
+    along, over = (
+        [(row["run"], row["step"], row[PLACE]) for row in shown if row.get("panel") == panel]
+        for panel in ("Curvature along the move", "Critical sharpness along the move")
+    )
+    assert over == along
+    assert {"lc-4k-to-32k", "lc-32k-to-64k"} <= {run for run, _, _ in over}
 
 
 def test_few_public_checkpoints_leave_something_open(tmp_path, tokenizer_dir):
