@@ -68,8 +68,8 @@ FIGURES = (
         f"source={OLMO2},allenai/OLMo-2-0325-32B",
     ),
     _released(
-        "of appendix A",
-        "AWQ, LLM.int8() and accuracy along training",
+        "of section 3.2 and appendix A",
+        "accuracy, AWQ and LLM.int8() along training",
         "every=10",
         SMOLLM3,
         "settings=paper",
@@ -98,6 +98,13 @@ FIGURES = (
         "olmo2-7b-lr-cosine300b",
         small="tiny",
     ),
+    _released("number not known", "OLMo-1B, the 7B likewise", "source=allenai/OLMo-1B-hf"),
+    _released(
+        "number not known",
+        "open-sci-ref",
+        "source=open-sci/open-sci-ref-v0.01-1.7b-nemotron-hq-1T-4096",
+    ),
+    _released("of the talk", "Pythia", "source=EleutherAI/pythia-160m"),
 )
 # Of each experiment the figure that is shown, and what it is in words.
 SHOWN = {
@@ -127,7 +134,7 @@ def _costs(recipe: str) -> tuple[str, str, str]:
 
 def _rounded(hours: float) -> str:
     """Return hours with two digits, as estimates have: 45,000."""
-    return f"{float(f'{hours:.2g}'):,.0f}"
+    return f"{float(f'{hours:.2g}'):,g}"
 
 
 def _experiments() -> dict[str, Experiment]:
