@@ -3,10 +3,12 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from docs.generate import PAGES, REFERENCE, REPRODUCE
-from docs.paper import FIGURES, PICTURES, SHOWN, page
+from docs.paper import FIGURES, PICTURES, SHOWN, page, take_pictures
 from docs.paper import MOST_BYTES as MOST_BYTES_OF_PICTURE
 from tests.docs.pages import NAMES
 from tests.runs import PROJECT
@@ -73,6 +75,25 @@ def test_every_figure_of_the_paper_has_its_command():
     pictures = {path.stem: path.stat().st_size for path in PICTURES.glob("*")}
     assert pictures.keys() == SHOWN.keys()
     assert max(pictures.values()) <= MOST_BYTES_OF_PICTURE
+
+
+def test_a_small_picture_keeps_the_colours_of_thin_lines(tmp_path, monkeypatch):
+    """Beside more greys than it has colours, and far more pixels of them."""
+    lines = [(27, 7, 135), (151, 21, 158), (226, 101, 97)]
+    pixels = np.tile(np.linspace(0, 255, 760)[:, None, None], (1, 760, 3)).astype(np.uint8)
+    for place, colour in enumerate(lines):
+        pixels[:, 100 + 200 * place] = colour
+    for name, (figure, _) in SHOWN.items():
+        path = tmp_path / "figures" / name / f"{figure}.png"
+        path.parent.mkdir(parents=True)
+        Image.fromarray(pixels).save(path)
+    monkeypatch.setattr("docs.paper.PICTURES", tmp_path / "small")
+    take_pictures(tmp_path)
+    for name in SHOWN:
+        with Image.open(tmp_path / "small" / f"{name}.png") as image:
+            small = np.asarray(image.convert("RGB")).astype(int)
+        for place, colour in enumerate(lines):
+            assert np.abs(small[:, 100 + 200 * place] - colour).max() < 16
 
 
 def test_no_other_page_is_among_the_generated():
