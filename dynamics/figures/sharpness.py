@@ -47,11 +47,12 @@ COLUMNS = 3
     " which the loss is the checkpoint's again, on the side on which it falls first: of -d, back"
     " towards the checkpoint before, where a further move raises it (negative multiples). While"
     " weights move about one place at a constant rate it is near 2 whatever the curvature is. Open"
-    " marks are bounds, where the search found no such multiple. Below: both against the largest"
-    " eigenvalue of the same checkpoints, where they are above 0, with Spearman's correlation and"
-    " Pearson's of logarithms, over all checkpoints and within trainings; intervals are 95%, over"
-    " trainings, where there are three or more. Last: the curvature along the quantization steps"
-    " of the last checkpoints by both ways, with bars of 95% over sequences.",
+    " marks are bounds, where the search found no such multiple; long bars leave the panel. Below:"
+    " both against the largest eigenvalue of the same checkpoints, where they are above 0, with"
+    " Spearman's correlation and Pearson's of logarithms, over all checkpoints and within"
+    " trainings; intervals are 95%, over trainings, where there are three or more. Last: the"
+    " curvature along the quantization steps of the last checkpoints by both ways, with bars of"
+    " 95% over sequences.",
     lambda study: study.critical is not None,
 )
 def sharpness(canvas: Canvas) -> Drawn | None:
@@ -89,7 +90,8 @@ def _critical(canvas: Canvas) -> tuple[Rows, Chart]:
         ends = None if is_bound else (row[f"{name}_low"], row[f"{name}_high"])
         said = {OUTCOME: multiple, BOUND: str(is_bound)}
         rows.append(placed | SHARPNESS.values(value, ends) | said)
-    y = SHARPNESS.logarithmic_for(rows)
+    # By the values alone: where the slope is near 0, one bar would flatten all of them.
+    y = SHARPNESS.logarithmic_for([{SHARPNESS.label: row[SHARPNESS.label]} for row in rows])
     is_open = f"datum.{BOUND} === 'True'"
     return rows, canvas.curves(rows, y, COLUMNS, open_where=is_open) if rows else {}
 

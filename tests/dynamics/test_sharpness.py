@@ -86,6 +86,17 @@ def test_the_figure_shows_values_and_bounds(measured):
     shown = {(row["critical sharpness (1 / move)"], row["critical multiple"]) for row in critical}
     assert shown == {(4.0, "-0.5"), (2 / 64, "none up to 64")}
     assert {row["bound"] for row in critical if row["critical multiple"] == "-0.5"} == {"False"}
+    # The axis is that of the values; bars, which reach above 4.8, leave it.
+    label = "critical sharpness (1 / move)"
+    assert max(row.get(f"{label}, high", 0) for row in critical) > 4.0
+    domains = [
+        layer["encoding"]["y"]["scale"]["domain"]
+        for part in chart["concat"][1]["layer"]
+        for layer in part.get("layer", [])
+        if layer.get("encoding", {}).get("y", {}).get("field") == label
+    ]
+    assert domains
+    assert all(domain == pytest.approx([1 / 64, 4.8]) for domain in domains)
 
 
 def test_steps_by_forward_passes_are_beside_exact_products(tmp_path, study):
