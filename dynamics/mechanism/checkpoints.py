@@ -39,8 +39,9 @@ def checkpoints(study: Study, rows: Sequence[Row], *columns: str) -> list[Checkp
     runs = {
         run.name: run for run in study.runs if not (isinstance(run, ReleasedRun) and run.average_of)
     }
+    trainings = {name: training_of(study, run) for name, run in runs.items()}
     return [
-        CheckpointRow(training_of(study, runs[row["run"]]), row)
+        CheckpointRow(trainings[row["run"]], row)
         for row in trained(rows)
         if row["run"] in runs
         and row["phase"] != "warmup"
@@ -49,10 +50,12 @@ def checkpoints(study: Study, rows: Sequence[Row], *columns: str) -> list[Checkp
 
 
 def training_of(study: Study, run: AnyRun) -> str:
-    """Return the name of the run that a run branches from, or its own; stages are one training."""
+    """Return the name of the run whose first part a run shares, or its own; stages are one."""
     if isinstance(run, ReleasedRun):
         return run.model
-    return study.parent_of(run).name if run.branch_from else run.name
+    # It is that of the control up to the anneal, even where neither branches from the other.
+    first = study.control_of(run) or run
+    return study.parent_of(first).name if first.branch_from else first.name
 
 
 def divergence_of(study: Study) -> str:

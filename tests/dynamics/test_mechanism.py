@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm, rankdata, spearmanr
 
-from dynamics.mechanism.checkpoints import at_equal_loss, averaged
+from dynamics.mechanism.checkpoints import at_equal_loss, averaged, training_of
 from dynamics.mechanism.correlation import mean_ratio, partial_correlation
 from dynamics.mechanism.formula import (
     BITS,
@@ -28,6 +28,21 @@ from study.soups import SoupSettings
 from tests.present import present
 from tests.study.claimed import SPEC, rows_of, run_of, study_of, table
 from train.run.optimization import Lawa
+
+
+def test_runs_that_share_their_first_part_are_one_training():
+    """One branches from the other, or both were trained from the start."""
+    annealed, other = run_of("annealed"), run_of("other", peak=2e-3)
+    constant = annealed.schedule.model_copy(update={"anneal": None})
+    stable = run_of("stable", schedule=constant, save_steps=(40, 80, 160, 320, 400))
+    study = study_of(stable, annealed, other)
+    found = {run.name: training_of(study, run) for run in study.trained}
+    assert found == {
+        "stable": "stable",
+        "annealed": "stable",
+        "other": "other",
+        "other-control": "other",
+    }
 
 
 def planted(generator, *, effect: float, trainings: int = 8, checkpoints: int = 6):
