@@ -183,7 +183,19 @@ class Study(Showable):
             yield from self._problems_of(run)
         yield from unknown_parents(self.runs)
         yield from unknown_ingredients(self.runs)
+        yield from self._problems_of_slices()
         yield from self._problems_of_planes()
+
+    def _problems_of_slices(self) -> Iterator[str]:
+        # A control has no slice, so one checkpoint is enough for it.
+        compared = [run for run in self.runs if run.name not in self.controls]
+        for run in compared if self.quantization.by_block else ():
+            if self.before(run, last_model(run)) is None:
+                action = "save more" if isinstance(run, RunConfig) else "choose another stage"
+                yield (
+                    f"{run.name} has no checkpoint before its last one, and a slice goes through"
+                    f" both; {action}, or leave quantization.by_block out"
+                )
 
     def _problems_of_planes(self) -> Iterator[str]:
         names = [plane.name for plane in self.planes]
@@ -222,11 +234,7 @@ class Study(Showable):
             f"{name}.sequence_length": each.sequence_length
             for name, each in self.measured_by.items()
         }
-        # A control has no slice, so one checkpoint is enough for it.
-        saves_one = len(run.save_steps) < 2 and name not in self.controls
         yield from misfits(run, self.measured_specs, lengths)
-        if self.quantization.by_block and saves_one:
-            yield f"run {name} saves one checkpoint, a slice goes through the last two; save more"
         if run.branch_from:
             parent, step = self.parent_of(run), run.branch_from.step
             if parent.branch_from:

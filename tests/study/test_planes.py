@@ -94,14 +94,14 @@ def test_averages_and_replicates_have_no_part_in_trajectories(lawa):
         assert list(trajectory.branches) == [trajectory.run.replace("-seed1", "-control-seed1")]
 
 
-def test_stages_of_a_released_model_are_a_trajectory(lawa):
-    def stage(name, parent, *steps):
-        revisions = tuple(ReleasedRevision(name=f"step{step}", step=step) for step in steps)
-        windows = (2,) if len(steps) > 1 else ()
-        return ReleasedRun(
-            name=name, model="b", source="a/b", parent=parent, revisions=revisions, windows=windows
-        )
+def stage(name: str, parent: str | None, *steps: int, **more) -> ReleasedRun:
+    revisions = tuple(ReleasedRevision(name=f"step{step}", step=step) for step in steps)
+    windows = (2,) if len(steps) > 1 else ()
+    content = {"parent": parent, "revisions": revisions, "windows": windows}
+    return ReleasedRun(name=name, model="b", source="a/b", **content, **more)
 
+
+def test_stages_of_a_released_model_are_a_trajectory(lawa):
     stages = (stage("stage1", None, 1, 2, 3), stage("anneal", "stage1", 4))
     study = changed(
         lawa, runs=stages, planes=through("stage1@step3/lawa2", "stage1@step3", "anneal@step4"),
@@ -115,6 +115,28 @@ def test_stages_of_a_released_model_are_a_trajectory(lawa):
     members = ("stage1/hf/step2", "stage1/hf/step3")
     assert plane.points["a"] == StudyPoint("stage1", MeasuredModel(3, "lawa2", members), None)
     assert by_name(study)["pca-stage1"].after[0] == "download-stage1-step3"
+
+
+def test_a_slice_of_a_stage_goes_through_the_checkpoint_before_or_is_refused(lawa):
+    """That of its first one is the last one of the stage before; an average has none."""
+    quantization = lawa.quantization.model_copy(update={"by_block": ("gptq-b3-g32",)})
+    stages = (stage("stage1", None, 1, 2), stage("anneal", "stage1", 4))
+    without = {"planes": (), "pca": None, "averaged_steps": (), "labels": {}}
+    study = changed(lawa, runs=stages, quantization=quantization, **without)
+    steps = by_name(study)
+    # after the model itself
+    assert steps["slice-stage1"].command[5] == "{study}/stage1/hf/step1"
+    assert steps["slice-anneal"].command[5] == "{study}/stage1/hf/step2"
+    assert "download-stage1-step2" in steps["slice-anneal"].after
+
+    soup = stage("main", None, 4, average_of=("anneal",))
+    with pytest.raises(ValidationError, match="main has no checkpoint before its last one, and a"):
+        changed(study, runs=(*stages, soup))
+    tiny = resolve("tiny", "smoke")
+    first = tiny.runs[0]
+    one = first.model_copy(update={"save_steps": first.save_steps[-1:]})
+    with pytest.raises(ValidationError, match=f"{first.name} has no .* goes through both; save"):
+        changed(tiny, runs=(one,), averaged_steps=(), soups=(), planes=())
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,10 @@ SOUP = {"name": "soup", "steps": [576, 640]}
     [
         # runs, and names
         ({"runs": RUNS[:1] * 2}, "share a name"),
-        (BARE | {"runs": [RUNS[0], RUNS[1] | {"save_steps": [640]}]}, "run lr3e-3 saves one check"),
+        (
+            BARE | {"runs": [RUNS[0], RUNS[1] | {"save_steps": [640]}]},
+            "lr3e-3 has no checkpoint before its last one",
+        ),
         # specs are canonical, and fit the model
         ({"quantization": {"specs": ["gptq-b3-g32-sym"]}}, "write gptq-b3-g32 instead"),
         ({"quantization": {"methods": ["rtn-b3-g32-sym"]}}, "write rtn-b3-g32 instead"),
