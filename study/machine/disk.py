@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from base.errors import UserError
+from study.axes import AnyRun
 from study.definition import Study
-from study.machine.released_size import stored_bytes
+from study.machine.released_size import linear_parameters, stored_bytes
 from study.released import ReleasedRun
 from train.model.config import parameter_shapes
 from train.planning.memory import FP32, bytes_of_weight, checkpoint_bytes, parameter_count
-from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 
 GB = 1e9
@@ -21,8 +21,10 @@ EXPORTS, DENSE = "exports", "quantized weights"
 RELEASED = "released models"
 
 
-def _linear_parameters(run: RunConfig) -> int:
-    """Return the parameters of the linears in the decoder blocks."""
+def _linear_parameters(run: AnyRun) -> int:
+    """Return the parameters of the linears in the decoder blocks; 0 where nothing states them."""
+    if isinstance(run, ReleasedRun):
+        return linear_parameters(run.config) if run.config else 0
     shapes = parameter_shapes(run.model).items()
     # Two dimensions: norms and biases have one, and stay as they are.
     return sum(math.prod(shape) for name, shape in shapes if len(shape) == 2 and ".layers." in name)
@@ -32,8 +34,8 @@ def needed_bytes(study: Study) -> dict[str, int]:
     """Return the bytes of what a whole study leaves on disk, by kind.
 
     Permanent checkpoints and averages; every exported model; what `--dense` keeps of the linears in
-    fp32; released models and their averages, as far as config.json states their size. Token files,
-    results and logs are not counted.
+    fp32; released models and their averages. Of a released model it is as far as config.json states
+    its size. Token files, results and logs are not counted.
     """
     runs = study.trained
     models = {run.name: len(study.models_of(run)) for run in runs}
@@ -47,7 +49,9 @@ def needed_bytes(study: Study) -> dict[str, int]:
         CHECKPOINTS: sum(checkpoint_bytes(run).kept for run in runs),
         EXPORTS: exports,
         DENSE: sum(
-            (specs + quantized.count(run.name)) * _linear_parameters(run) * FP32 for run in runs
+            kept * _linear_parameters(run) * FP32
+            for run in study.runs
+            if (kept := specs + quantized.count(run.name))
         ),
         RELEASED: sum(
             (len(study.models_of(run)) + len(run.ingredients)) * stored_bytes(run.config)
@@ -95,17 +99,15 @@ def check_room(
     needed = needed_bytes(study)
     needed[RESTARTS] = restart_bytes(study, at_once or len(study.runs))
     present = dict.fromkeys(needed, 0)
-    for run in study.trained:
+    for run in study.runs:
         directory = RunDirectory(root / study.name / run.name)
-        # Quantized weights lie below the exports and are counted as a kind of their own.
+        # Quantized weights are below the models and are counted as a kind of their own.
         dense = sum(_size_of(path) for path in directory.hf.glob("*/*/*/dense"))
         present[CHECKPOINTS] += _size_of(directory.checkpoints)
         present[RESTARTS] += _size_of(directory.restarts)
-        present[EXPORTS] += _size_of(directory.hf) - dense
+        models = RELEASED if isinstance(run, ReleasedRun) else EXPORTS
+        present[models] += _size_of(directory.hf) - dense
         present[DENSE] += dense
-    for released in study.runs:
-        if isinstance(released, ReleasedRun):
-            present[RELEASED] += _size_of(RunDirectory(root / study.name / released.name).hf)
     # What is there already is not written again; kind by kind, as one does not pay for another.
     missing = {kind: max(0, size - present[kind]) for kind, size in needed.items()}
     # The root need not exist yet: its nearest parent is on the same filesystem.

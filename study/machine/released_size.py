@@ -25,6 +25,16 @@ def stored_bytes(config: str) -> int:
 
 
 @cache
+def linear_parameters(config: str) -> int:
+    """Return the parameters of the linears in the decoder blocks."""
+    # It imports transformers, see below.
+    from quant_eval.cost import Shape
+
+    shape = Shape.of(model_config(config))
+    return shape.layers * shape.weights
+
+
+@cache
 def multiplied_parameters(config: str) -> int:
     """Return the parameters as `train.model.config.multiplied_parameters` counts them."""
     model = _model(config)

@@ -1,9 +1,12 @@
 """Named planes and planes of trajectories: the models that they go through, and their steps."""
 
+import json
 from itertools import pairwise
 
 import pytest
+import torch
 from pydantic import ValidationError
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from base.errors import UserError
 from curvature.settings import PlaneSettings
@@ -137,6 +140,25 @@ def test_a_slice_of_a_stage_goes_through_the_checkpoint_before_or_is_refused(law
     one = first.model_copy(update={"save_steps": first.save_steps[-1:]})
     with pytest.raises(ValidationError, match=f"{first.name} has no .* goes through both; save"):
         changed(tiny, runs=(one,), averaged_steps=(), soups=(), planes=())
+
+
+def test_quantized_weights_of_a_released_model_are_counted(lawa):
+    """By transformers' modules: those of two points in fp32, once however many planes there are."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 500}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    blocks = model.model.layers.modules()
+    linear = sum(module.weight.numel() for module in blocks if isinstance(module, torch.nn.Linear))
+
+    config = json.dumps({"model_type": "llama", **shape})
+    stages = (stage("stage1", None, 1, 2, config=config), stage("anneal", "stage1", 4))
+    points = ("stage1@step1", "stage1@step1/gptq-b3-g32", "stage1@step2/gptq-b3-g32")
+    study = changed(
+        lawa, runs=stages, planes=through(*points) + through(*points, name="again"),
+        pca=None, averaged_steps=(), labels={},
+    )  # fmt: skip
+    assert needed_bytes(study)["quantized weights"] == 2 * linear * 4
 
 
 @pytest.mark.parametrize(
