@@ -216,7 +216,8 @@ class Canvas:
         Each series of a branch is linked to the same of its parent. `dash` is the encoding of
         dashes, which a figure has one scale of; empty: the lines are solid.
         """
-        by_place = grouped(rows, lambda row: (row["run"], row["step"], row["series"]))
+        # Of a model whose source states no step, `MeasuredModel` has step 0.
+        by_place = grouped(rows, lambda row: (row["run"], row["step"] or 0, row["series"]))
         own = grouped(rows, lambda row: (row["run"], row["series"]))
         # Replicates have one place along training, not on other axes.
         match = x.field if x is self.tokens else "tokens"

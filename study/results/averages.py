@@ -88,7 +88,8 @@ def _weights(run: AnyRun, row: Row) -> str:
         phase = "annealed" if row["step"] == run.total_steps else "in the anneal"
     elif isinstance(run, RunConfig) and run.schedule.anneal:
         phase = "before the anneal"
-    return f"step {row['step']}, {phase}"
+    # Of some stages of released models no source states a step.
+    return phase if row["step"] is None else f"step {row['step']}, {phase}"
 
 
 class Made(NamedTuple):

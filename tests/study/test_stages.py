@@ -15,7 +15,8 @@ from study.definition import Study
 from study.figures.canvas import RATE, WEIGHTS, Canvas
 from study.figures.charts import Quantity
 from study.paths import MeasuredModel, hf_directory, last_model
-from study.released import ReleasedRevision, ReleasedRun
+from study.released import ReleasedRevision, ReleasedRun, ReleasedSoup
+from study.results.averages import compared_models
 from study.results.collect import collect_rows
 from study.results.summary import ends_of_training, lineage, summarize
 from study.results.table import Row
@@ -165,6 +166,47 @@ def test_figures_have_stages_after_each_other(joined, tmp_path):
     # That of the second stage begins where the first one ends.
     at = (*STEPS[:4], *STEPS[3:])
     assert shares == pytest.approx([RATES[step] / 1e-3 for step in at])
+
+
+def test_stages_without_steps_are_joined_in_their_order(joined, tmp_path):
+    """it-SFT starts from lc, and another stage from it-SFT, of which no source states a step."""
+    _, study, _ = joined
+    last = SFT.model_copy(
+        update={
+            "name": "it-DPO",
+            "parent": "it-SFT",
+            "revisions": (ReleasedRevision(name="it-DPO"),),
+        }
+    )
+    study = study.model_copy(update={"runs": (*study.runs, last)})
+    known = {"study": "b", "average": None, COLUMN: 0.5}
+    rows = [
+        known | {"run": run.name, "phase": run.stage} | dict(revision)
+        for run in study.runs
+        for revision in run.revisions
+    ]
+    canvas = Canvas(study, [Row.of(row) for row in rows], tmp_path)
+    places = canvas.along(Quantity("error"), COLUMN, "", has_bars=False)
+    (links,) = canvas.links(places, canvas.tokens, Quantity("error"), {})
+    joints = {name: [] for name in ("stage2", "lc", "it-SFT", "it-DPO")}
+    for row in links["data"]["values"]:
+        joints[row["run"]].append(row[canvas.tokens.field])
+    at = {(row["run"], row["step"]): row[canvas.tokens.field] for row in places}
+    assert joints["it-SFT"] == [at["lc", 20], at["it-SFT", None]]
+    assert joints["it-DPO"] == [at["it-SFT", None], at["it-DPO", None]]
+
+
+def test_a_soup_without_a_step_is_beside_the_weights_of_its_stage(joined):
+    _, study, _ = joined
+    soup = ReleasedSoup(name="mine", members=("lc/lc-step20", "it-SFT/it-SFT"))
+    last = SFT.model_copy(update={"soups": (soup,)})
+    study = study.model_copy(update={"runs": (*study.runs[:-1], last)})
+    rows = [
+        Row.of({"run": "it-SFT", "phase": "it-SFT", "average": average})
+        for average in (None, "mine")
+    ]
+    titles = [title for _, title, _ in compared_models(study, rows)]
+    assert titles == ["it-SFT", "soup of lc-step20 and it-SFT"]
 
 
 def test_a_forecast_starts_from_the_stage_that_holds_the_rate(joined):
