@@ -76,7 +76,10 @@ class ReleasedRun(Frozen):
     )
     restarts: bool = Field(
         default=False,
-        description="its schedule is its own, as in post-training, not the end of its parent's",
+        description=(
+            "its schedule is its own, as in post-training, not the end of its parent's; of an"
+            " average, that of its last ingredient is"
+        ),
     )
     average_of: tuple[str, ...] = Field(
         default=(), description="what it is an average of; then it is no step of training"
@@ -181,11 +184,11 @@ def stage_before(runs: Iterable[object], run: ReleasedRun) -> ReleasedRun | None
 def is_after_pretraining(runs: Iterable[object], run: ReleasedRun) -> bool:
     """Return whether a stage follows pretraining: its place is its number among such stages.
 
-    Those are stages with a schedule of their own, what starts from one, and averages of unknown
-    weights. Their tokens, where a source states any, are of other data.
+    Those are stages with a schedule of their own, what starts from one, and averages of their
+    weights or of unknown ones. Their tokens, where a source states any, are of other data.
     """
     if run.average_of:
-        return run.total_steps is None
+        return run.restarts or run.total_steps is None
     stages = tuple(runs)
     before = stage_before(stages, run)
     return run.restarts or (before is not None and is_after_pretraining(stages, before))

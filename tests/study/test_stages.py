@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from ckpt_tools.released.revisions import parse_revision
 from dynamics.forecast.page import MeasuredStudy
 from dynamics.mechanism.checkpoints import checkpoints
 from study.definition import Study
 from study.figures.canvas import RATE, WEIGHTS, Canvas
 from study.figures.charts import Quantity
 from study.paths import MeasuredModel, hf_directory, last_model
-from study.released import ReleasedRevision, ReleasedRun, ReleasedSoup
+from study.released import ReleasedRevision, ReleasedRun, ReleasedSoup, is_after_pretraining
 from study.results.averages import compared_models
 from study.results.collect import collect_rows
 from study.results.summary import ends_of_training, lineage, summarize
@@ -207,6 +208,26 @@ def test_a_soup_without_a_step_is_beside_the_weights_of_its_stage(joined):
     ]
     titles = [title for _, title, _ in compared_models(study, rows)]
     assert titles == ["it-SFT", "soup of lc-step20 and it-SFT"]
+
+
+def test_an_average_of_a_stage_after_pretraining_is_after_it_too():
+    """main of Olmo 3 32B is of stage 3, whose tokens are known; that of OLMo 2 7B of stage 2."""
+    found = {}
+    for repo, names in {
+        "allenai/Olmo-3-1125-32B": ("stage1-step1000", "stage3-step1000", "main"),
+        "allenai/OLMo-2-1124-7B": ("stage2-ingredient1-step1000-tokens5B", "main"),
+    }.items():
+        runs = []
+        for name in names:
+            known = parse_revision(repo, name)
+            of_stage = {"restarts": known.restarts, "average_of": known.average_of}
+            revisions = (ReleasedRevision.of(known),)
+            runs.append(
+                ReleasedRun(name=name, model="b", source=repo, revisions=revisions, **of_stage)
+            )
+            assert known.tokens
+        found[repo] = [run.name for run in runs if is_after_pretraining(runs, run)]
+    assert list(found.values()) == [["stage3-step1000", "main"], []]
 
 
 def test_a_forecast_starts_from_the_stage_that_holds_the_rate(joined):

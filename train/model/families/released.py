@@ -134,5 +134,6 @@ def averaged(
     if longest is None:
         return stage
     ingredient, last = longest
-    position = {"batches": ingredient.batches, "starts_at": ingredient.starts_at, "at_step": last}
+    shared = ("restarts", "batches", "starts_at")
+    position = {name: getattr(ingredient, name) for name in shared} | {"at_step": last}
     return stage.model_copy(update=position)
