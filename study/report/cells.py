@@ -48,6 +48,11 @@ class Table(NamedTuple):
         return re.sub("[^a-z0-9]+", "_", self.title.lower()).strip("_")
 
     @property
+    def is_shaded(self) -> bool:
+        """Some cell has a ground."""
+        return any(cell.shade for line in self.body for cell in line)
+
+    @property
     def columns(self) -> list[str]:
         """The head of every column, with that of its group."""
         groups = [text for text, count in self.groups for _ in range(count)] or [""] * len(

@@ -231,7 +231,8 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary], paired: Paired) -
                 line.append(shown._replace(shade=round(max(shade, 0.0), 3)))
             body.append(line)
         title = f"{_capital(error.title)} at the end of training: {spec_title(spec)}"
-        note = f"{_capital(error.shown_unit)}. {_means_note(ends.values())}".rstrip()
+        unit = "" if error.is_share else f"{_capital(error.unit)}. "  # cells have their per cent
+        note = f"{unit}{_means_note(ends.values())}".rstrip()
         tables.append(Table(title, note, [first.name, *columns], body, groups))
     return tables
 

@@ -246,6 +246,34 @@ def test_two_axes_have_a_table_of_both(study, tmp_path):
     shades = [cell.shade for line in first.body for cell in line[1:]]
     assert shades == sorted(shades)
     assert second.body[0][1].text == "not measured"
+    assert (first.is_shaded, second.is_shaded) == (True, False)
+    assert first.note.startswith("Nats per token.")
+
+
+def test_a_table_of_relative_errors_has_its_unit_in_the_cells(study, tmp_path):
+    """Shaded like one of divergences, and no unit in its note."""
+    base = study.trained[0]
+    quantization = study.quantization.model_copy(update={"measure": "relative_error"})
+    runs = tuple(
+        base.model_copy(update={"name": f"lr{peak:g}-wd{decay:g}", "optimizer": optimizer})
+        for peak, decay in ((0.001, 0.1), (0.001, 0.3), (0.01, 0.1), (0.01, 0.3))
+        for optimizer in [
+            base.optimizer.model_copy(update={"peak_lr": peak, "weight_decay": decay})
+        ]
+    )
+    changes = {"runs": runs, "soups": (), "averaged_steps": (), "quantization": quantization}
+    both = study.model_copy(update=changes)
+    column = "quant/gptq-b3-g32/relative_error"
+    empty = dict.fromkeys(schema_of(both).names)
+    value = {column: 0.25, f"{column}_low": 0.0, f"{column}_high": 1.0}
+    rows = [
+        Row.of(empty | value | {"run": run.name, "step": run.total_steps, "phase": "anneal"})
+        for run in runs
+    ]
+    shown, *_ = heat_tables(both, summarize(both, rows), Paired(tmp_path))
+    assert shown.title == "Relative error at the end of training: GPTQ, 3 bits, groups of 32"
+    assert shown.body[0][1].text == "25.00 %"
+    assert (shown.is_shaded, shown.note) == (True, "")
 
 
 @pytest.mark.parametrize(
