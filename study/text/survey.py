@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from base.errors import UserError
 from base.progress import Progress
 from base.statistics import LEAST_DOCUMENTS
+from curvature.settings import LineSettings, PlaneSettings
 from quant_eval.settings import BLOCK_TOKENS
 from study.definition import Study
 from train.data.corpus import open_corpus
@@ -73,9 +74,10 @@ def needs_of(study: Study) -> TextNeeds:
         sequences = max(sequences, products, curvature.fixed_sequences)
     if quantization.by_block:
         products = study.step.microbatches * study.step.microbatch_sequences
-        sequences = max(sequences, products, study.slice.sequences)
-    if study.critical:
-        sequences = max(sequences, study.critical.sequences)
+        sequences = max(sequences, products)
+    for settings in study.measured_by.values():
+        if isinstance(settings, PlaneSettings | LineSettings):
+            sequences = max(sequences, settings.sequences)
     losses = max(quantization.eval_tokens, quantization.block_tokens)
     return TextNeeds(
         # One more token than is read as input: each token predicts the next one.

@@ -130,6 +130,16 @@ def test_a_study_makes_its_text_of_files_without_a_network(tmp_path, files, reci
         )
 
 
+@pytest.mark.parametrize("kind", ["slice", "pca", "critical"])
+def test_losses_on_planes_and_lines_have_text_enough(kind):
+    """A named plane without quantization by block, and all that is of a number of sequences."""
+    settings = (f"{kind}.sequences=5000",)
+    study = resolve("pythia-160m-lawa", "smoke", settings)
+    assert not study.quantization.by_block
+    length = study.trained[0].data.sequence_length
+    assert needs_of(study).held_out == 5000 * length + 1
+
+
 def test_the_text_may_be_in_a_field_of_another_name(tmp_path, files):
     """The same documents and tokens as under the default one; the key is part of the identity."""
     plain = resolve("tiny", "smoke", text=TextOptions(files[:1]), root=tmp_path)
