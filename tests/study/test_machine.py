@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pynvml
 import pytest
 import torch
+from datasets.naming import camelcase_to_snakecase
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from base import gpus
@@ -20,6 +22,7 @@ from study.definition import Study, load_study, save_study
 from study.machine import released_size
 from study.machine.disk import check_room, needed_bytes
 from study.machine.hardware import UNKNOWN_BYTES, Hardware, planned, this_machine
+from study.machine.measurable import check_measurable
 from study.machine.needs import ON_GPU, Needs, write_run_configurations
 from study.recipes.resolve import resolve as recipe
 from study.recipes.resolve import whole_recipes
@@ -364,3 +367,18 @@ def test_the_real_file_system_is_asked(study, tmp_path):
     check_room(study, tmp_path, reserve_gb=0)
     with pytest.raises(UserError, match=r"1,000,000,000.0 GB are reserved"):
         check_room(study, tmp_path, reserve_gb=1e9)
+
+
+def test_cached_documents_of_tasks_are_enough_without_a_network(tmp_path, monkeypatch):
+    """Directories of the cache are named as `datasets` names them."""
+    question = '{"specs": ["gptq-b3-g32"], "tasks": "piqa,pubmedqa"}'
+    study = recipe("tiny", "smoke", (f"tasks={question}",))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "false")
+    check_measurable(study)  # the hub is asked for them
+    monkeypatch.setenv("HF_HUB_OFFLINE", "true")
+    for owner, name in (("baber", "piqa"), ("qiaojin", "PubMedQA")):
+        with pytest.raises(UserError, match=f"the documents of {name.lower()} are on the Hugging"):
+            check_measurable(study)
+        (tmp_path / f"{owner}___{camelcase_to_snakecase(name)}").mkdir()
+    check_measurable(study)
