@@ -4,8 +4,8 @@ The cost is hours of one GPU by the roofline, expected and their range.
 """
 
 import string
-from collections.abc import Collection, Iterator, Mapping
-from itertools import chain, count, islice, product
+from collections.abc import Iterator, Mapping
+from itertools import chain, count, product
 
 from base.aligned import aligned, wrapped
 from base.frozen import in_words
@@ -115,8 +115,8 @@ def _wrapped(name: str, text: str) -> list[str]:
 
 def _run_table(study: Study, runs_shown: int | None) -> Iterator[str]:
     """Yield a line per run, and then what the lines stand for."""
-    trained = {run.name: _schedule(run) for run in study.trained}
-    letters = dict(zip(dict.fromkeys(trained.values()), letters_of(trained), strict=False))
+    schedules = dict.fromkeys(map(_schedule, study.trained))
+    letters = dict(zip(schedules, _letters(), strict=False))
     rows = [
         _released(run) if isinstance(run, ReleasedRun) else _trained(run, letters)
         for run in study.runs
@@ -146,11 +146,10 @@ def _run_table(study: Study, runs_shown: int | None) -> Iterator[str]:
             yield from _wrapped(f"schedule {letter}", words)
 
 
-def letters_of(items: Collection[object]) -> Iterator[str]:
-    """Yield a, b, ..., z, aa, ab, ... for so many items."""
-    alphabet = string.ascii_lowercase
-    names = chain.from_iterable(product(alphabet, repeat=length) for length in count(1))
-    return ("".join(name) for name in islice(names, len(items)))
+def _letters() -> Iterator[str]:
+    """Yield a, b, ..., z, aa, ab, ... without end."""
+    for length in count(1):
+        yield from map("".join, product(string.ascii_lowercase, repeat=length))
 
 
 def _schedule(run: RunConfig) -> str:
