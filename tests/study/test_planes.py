@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -97,11 +98,18 @@ def test_averages_and_replicates_have_no_part_in_trajectories(lawa):
         assert list(trajectory.branches) == [trajectory.run.replace("-seed1", "-control-seed1")]
 
 
-def stage(name: str, parent: str | None, *steps: int, **more) -> ReleasedRun:
+def stage(name: str, parent: str | None, *steps: int, **more: Any) -> ReleasedRun:
     revisions = tuple(ReleasedRevision(name=f"step{step}", step=step) for step in steps)
     windows = (2,) if len(steps) > 1 else ()
-    content = {"parent": parent, "revisions": revisions, "windows": windows}
-    return ReleasedRun(name=name, model="b", source="a/b", **content, **more)
+    return ReleasedRun(
+        name=name,
+        model="b",
+        source="a/b",
+        parent=parent,
+        revisions=revisions,
+        windows=windows,
+        **more,
+    )
 
 
 def test_stages_of_a_released_model_are_a_trajectory(lawa):
@@ -124,7 +132,7 @@ def test_a_slice_of_a_stage_goes_through_the_checkpoint_before_or_is_refused(law
     """That of its first one is the last one of the stage before; an average has none."""
     quantization = lawa.quantization.model_copy(update={"by_block": ("gptq-b3-g32",)})
     stages = (stage("stage1", None, 1, 2), stage("anneal", "stage1", 4))
-    without = {"planes": (), "pca": None, "averaged_steps": (), "labels": {}}
+    without: dict[str, Any] = {"planes": (), "pca": None, "averaged_steps": (), "labels": {}}
     study = changed(lawa, runs=stages, quantization=quantization, **without)
     steps = by_name(study)
     # after the model itself
@@ -136,7 +144,7 @@ def test_a_slice_of_a_stage_goes_through_the_checkpoint_before_or_is_refused(law
     with pytest.raises(ValidationError, match="main has no checkpoint before its last one, and a"):
         changed(study, runs=(*stages, soup))
     tiny = resolve("tiny", "smoke")
-    first = tiny.runs[0]
+    first = tiny.trained[0]
     one = first.model_copy(update={"save_steps": first.save_steps[-1:]})
     with pytest.raises(ValidationError, match=f"{first.name} has no .* goes through both; save"):
         changed(tiny, runs=(one,), averaged_steps=(), soups=(), planes=())
@@ -144,7 +152,7 @@ def test_a_slice_of_a_stage_goes_through_the_checkpoint_before_or_is_refused(law
 
 def test_quantized_weights_of_a_released_model_are_counted(lawa):
     """By transformers' modules: those of two points in fp32, once however many planes there are."""
-    shape = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 500}
+    shape: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 500}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**shape))

@@ -189,7 +189,7 @@ def test_stages_without_steps_are_joined_in_their_order(joined, tmp_path):
     canvas = Canvas(study, [Row.of(row) for row in rows], tmp_path)
     places = canvas.along(Quantity("error"), COLUMN, "", has_bars=False)
     (links,) = canvas.links(places, canvas.tokens, Quantity("error"), {})
-    joints = {name: [] for name in ("stage2", "lc", "it-SFT", "it-DPO")}
+    joints: dict[str, list[float]] = {name: [] for name in ("stage2", "lc", "it-SFT", "it-DPO")}
     for row in links["data"]["values"]:
         joints[row["run"]].append(row[canvas.tokens.field])
     at = {(row["run"], row["step"]): row[canvas.tokens.field] for row in places}
@@ -220,12 +220,16 @@ def test_an_average_of_a_stage_after_pretraining_is_after_it_too():
         runs = []
         for name in names:
             known = parse_revision(repo, name)
-            of_stage = {"restarts": known.restarts, "average_of": known.average_of}
-            revisions = (ReleasedRevision.of(known),)
-            runs.append(
-                ReleasedRun(name=name, model="b", source=repo, revisions=revisions, **of_stage)
-            )
             assert known.tokens
+            run = ReleasedRun(
+                name=name,
+                model="b",
+                source=repo,
+                restarts=known.restarts,
+                average_of=known.average_of,
+                revisions=(ReleasedRevision.of(known),),
+            )
+            runs.append(run)
         found[repo] = [run.name for run in runs if is_after_pretraining(runs, run)]
     assert list(found.values()) == [["stage3-step1000", "main"], []]
 
