@@ -110,4 +110,4 @@ def _slice_steps(
 
 
 STEP = Kind[Along[PredictionSettings]]("step", "last", _steps, _tabled, shares_model=True)
-SLICE = Kind[Along[PlaneSettings]]("slice", "last", _slice_steps)
+SLICE = Kind[Along[PlaneSettings]]("slice", "last", _slice_steps, shares_work=True)

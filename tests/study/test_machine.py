@@ -128,8 +128,8 @@ def test_ranks_of_a_job_share_what_can_be_shared():
     study = recipe("olmo2-190m-lr", "full")
     steps = steps_by_kind(study)
     four = Needs(study, Hardware(4, ("0", "1", "2", "3"), "GPU", UNKNOWN_BYTES))
-    shared = dict.fromkeys(("train", "quantize", "blocks", "curvature"), 4)
-    expected = shared | dict.fromkeys(("step", "slice", "methods"), 1)
+    sharing = ("train", "quantize", "blocks", "curvature", "slice", "critical")
+    expected = dict.fromkeys(sharing, 4) | dict.fromkeys(("step", "methods"), 1)
     assert {kind: four.ranks(steps[kind], 4) for kind in expected} == expected
 
 
