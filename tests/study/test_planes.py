@@ -150,6 +150,19 @@ def test_a_slice_of_a_stage_goes_through_the_checkpoint_before_or_is_refused(law
         changed(tiny, runs=(one,), averaged_steps=(), soups=(), planes=())
 
 
+def test_a_slice_of_a_cooldown_with_one_checkpoint_goes_through_that_which_it_leaves(budgets):
+    quantization = budgets.quantization.model_copy(update={"by_block": ("gptq-b3-g32",)})
+    cooldown = next(run for run in budgets.trained if run.name == "wsd-81.9k")
+    one = cooldown.model_copy(update={"save_steps": cooldown.save_steps[-1:]})
+    runs = tuple(one if run == cooldown else run for run in budgets.runs)
+    study = changed(budgets, runs=runs, quantization=quantization)
+    command = by_name(study)["slice-wsd-81.9k"].command
+    assert command[4:6] == (
+        "{study}/wsd-81.9k/hf/step00000040",
+        "{study}/stable/hf/step00000032",
+    )
+
+
 def test_quantized_weights_of_a_released_model_are_counted(lawa):
     """By transformers' modules: those of two points in fp32, once however many planes there are."""
     shape: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 500}
