@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from quant_eval.cost import Shape, forward_seconds
+from quant_eval.cost import Shape, forward_seconds, quantizing_seconds
+from quant_eval.specs import parse_spec
 from study.definition import KINDS
 from study.machine.hardware import Hardware, planned
 from study.machine.needs import Needs, model_config
@@ -39,17 +40,20 @@ def test_the_hours_of_a_recipe_are_those_of_its_steps(name):
 
 
 def test_a_quantization_is_priced_by_hand():
-    """Three draws of GPTQ and of its losses, and the losses of the full model."""
+    """Three draws of GPTQ and of its losses, one where no text is read; those of the full model."""
     prices = prices_of("olmo2-7b-lr")
-    step = next(
-        step
-        for step in prices.steps
-        if step.kind == "quantize" and step.specs[-1] == "w4a4-g128-quarot"
-    )
-    shape = Shape.of(model_config(prices.needs.config(step)))
-    evaluation = forward_seconds(shape, 600_000, 2048, GPUS["h100"], "bf16")
-    # It reads no calibration text, so one draw; the process has started for the first spec.
-    assert prices.hours[step.name] * HOUR == pytest.approx(2 * evaluation)
+    of_spec = {step.specs[-1]: step for step in prices.steps if step.kind == "quantize"}
+    config = model_config(prices.needs.config(of_spec["gptq-b4-g128"]))
+    shape, gpu = Shape.of(config), GPUS["h100"]
+    evaluation = forward_seconds(shape, 600_000, 2048, gpu, "bf16")
+    quantizing = quantizing_seconds(shape, parse_spec("gptq-b4-g128"), 256, 2048, gpu, "bf16")
+    expected = {
+        "gptq-b4-g128": 3 * (quantizing + evaluation) + evaluation,
+        "w4a4-g128-quarot": 2 * evaluation,
+    }
+    # the process has started for the first spec of a model, which is none of them
+    for spec, seconds in expected.items():
+        assert prices.hours[of_spec[spec].name] * HOUR == pytest.approx(seconds)
 
 
 def test_losses_along_moves_are_priced_at_the_whole_context():
