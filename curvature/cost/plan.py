@@ -3,7 +3,7 @@
 Operations, bytes and activations come from running the code itself without content
 (curvature/cost/simulation.py). The time is a roofline: products of matrices at a share of the GPU's
 peak, everything else at a share of its memory's bandwidth, one after the other. Of a 1B on an H200
-the product took twice that, in two thirds of the memory (docs/guides/one-gpu.md).
+the product took 1.6 times that, in two thirds of the memory (docs/guides/one-gpu.md).
 """
 
 import math

@@ -255,8 +255,9 @@ class ElementStart:
         prefix = srun_prefix(self.site, self.array.kind, self.everywhere)
         # Of all jobs of an element only the newest runs: `is_recorded` sees to that.
         environment = os.environ | {OWNER: f"{self.study_dir}:{self.array.name}/{self.key[1]}"}
-        if first.kind in ONLINE:
-            # The job script sets it for all steps; these have to reach the hub.
+        if first.kind in ONLINE and "HF_HUB_OFFLINE" not in self.site.environment:
+            # The job script sets it for all steps; these have to reach the hub, unless the site
+            # says that what they ask for is cached.
             environment.pop("HF_HUB_OFFLINE", None)
         # A follower for MLflow and a watch for silence go with a training alone.
         follower = self.follow(first) if train else None

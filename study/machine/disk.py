@@ -10,6 +10,8 @@ from base.errors import UserError
 from study.axes import AnyRun
 from study.definition import Study
 from study.machine.released_size import linear_parameters, stored_bytes
+from study.measurements.quantization import BLOCKS
+from study.paths import last_model
 from study.released import ReleasedRun
 from train.model.config import parameter_shapes
 from train.planning.memory import FP32, bytes_of_weight, checkpoint_bytes, parameter_count
@@ -30,6 +32,12 @@ def _linear_parameters(run: AnyRun) -> int:
     return sum(math.prod(shape) for name, shape in shapes if len(shape) == 2 and ".layers." in name)
 
 
+def _dense_by_block(study: Study, run: AnyRun) -> int:
+    """Return of how many specs the weights at the end of a run are kept for its blocks."""
+    kinds = [each.kind for each in study.measured(run)[last_model(run)]]
+    return len(study.quantization.by_block) if BLOCKS in kinds else 0
+
+
 def needed_bytes(study: Study) -> dict[str, int]:
     """Return the bytes of what a whole study leaves on disk, by kind.
 
@@ -39,7 +47,7 @@ def needed_bytes(study: Study) -> dict[str, int]:
     """
     runs = study.trained
     models = {run.name: len(study.models_of(run)) for run in runs}
-    specs = len(study.quantization.by_block)
+    by_block = {run.name: _dense_by_block(study, run) for run in study.runs}
     # Each once, however many planes go through it.
     points = {point for plane in study.resolved_planes for point in plane.points.values()}
     quantized = [point.run for point in points if point.spec]
@@ -51,7 +59,7 @@ def needed_bytes(study: Study) -> dict[str, int]:
         DENSE: sum(
             kept * _linear_parameters(run) * FP32
             for run in study.runs
-            if (kept := specs + quantized.count(run.name))
+            if (kept := by_block[run.name] + quantized.count(run.name))
         ),
         RELEASED: sum(
             (len(study.models_of(run)) + len(run.ingredients)) * stored_bytes(run.config)
