@@ -206,7 +206,7 @@ def _trajectory_picture(
             "\n".join(wrap(f"ends off the plane: {outside}", width=letters)),
             (0, 1), (0, 5), "axes fraction", "offset points", fontsize=8,
         )  # fmt: skip
-    add_colour_bar(picture, filled, _bar_beside(axes[-1], grids[-1]), "the last checkpoint")
+    add_colour_bar(picture, filled, _bar_beside(axes[-1], grids[-1]), "the last projection")
     return picture
 
 

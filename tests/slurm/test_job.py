@@ -126,6 +126,24 @@ def test_every_step_of_an_element_is_done_and_recorded_once(cluster):
     assert ran(cluster) == before
 
 
+@pytest.mark.parametrize("says", [{}, {"HF_HUB_OFFLINE": "1"}])
+def test_what_asks_the_hub_reaches_it_unless_the_site_has_it_cached(cluster, monkeypatch, says):
+    submission = existing_submission(cluster)
+    site = changed(submission.site, environment=submission.site.environment | says)
+    write_plan(cluster, site, submission.arrays, anew=True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as in every job
+    monkeypatch.setattr(element, "ONLINE", {"blocks"})
+    wait_for, offline = element.wait_for, dict[bool, str | None]()
+
+    def watched(command, environment, *more, **named):
+        offline["--per-block" in command] = environment.get("HF_HUB_OFFLINE")
+        return wait_for(command, environment, *more, **named)
+
+    monkeypatch.setattr(element, "wait_for", watched)
+    run(cluster)
+    assert offline == {True: says.get("HF_HUB_OFFLINE"), False: "1"}
+
+
 def test_a_job_on_gpus_gives_each_step_what_it_can_use(cluster):
     submission = existing_submission(cluster)
     four = {"gpus_per_node": 4, "ranks_per_node": None, "gpu_memory_gb": 80.0}
