@@ -4,6 +4,7 @@ A pickle can name any function to be called. torch's own allow-list (`weights_on
 whatever else is in it is refused before anything runs.
 """
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -51,8 +52,7 @@ def convert(pickle: Path, record: FileRecord, into: Path) -> Conversion:
 
     # A file that a killed process left there is removed by the next conversion.
     with scratch_directory(into / ".conversion") as aside:
-        save_file(_separate(kept), aside / name, {"format": "pt"})
-        open_to_readers(aside / name)
+        _write(_separate(kept), aside / name)
         _verify(pickle, aside / name, kept.keys())
         fsync_path(aside / name)
         os.replace(aside / name, into / name)
@@ -62,20 +62,29 @@ def convert(pickle: Path, record: FileRecord, into: Path) -> Conversion:
     )
 
 
+def _write(weights: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file; OSError if the disk does not take it."""
+    try:
+        save_file(weights, path, {"format": "pt"})
+    except SafetensorError as error:  # also of a full disk, which is a reason to run again
+        raise OSError(errno.EIO, str(error), str(path)) from None
+    open_to_readers(path)
+
+
 def write_index(directory: Path, converted: Mapping[str, Conversion]) -> None:
     """Write the index of converted shards, unless they are one file; the pickles' is removed.
 
     UserError where two shards hold a tensor, or the pickles' own index says something else.
     """
-    weight_map: dict[str, str] = {}
+    weight_map, size = dict[str, str](), 0
     for name in sorted(converted):
-        for tensor in read_header(directory / name):
+        for tensor, described in read_header(directory / name).items():
             if tensor in weight_map:
                 raise UserError(f"'{tensor}' is in two shards of {directory}; leave it out")
             weight_map[tensor] = name
+            size += described.nbytes
     _check_index(directory / PICKLE_INDEX, weight_map, converted)
     if set(converted) != {MODEL_WEIGHTS}:
-        size = sum((directory / name).stat().st_size for name in converted)
         write_json(
             directory / MODEL_INDEX,
             {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
@@ -110,9 +119,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
             raise UserError(f"{path} is not a zip file as torch.save writes it{refusal}")
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except MemoryError:
-        raise
-    except Exception:  # noqa: BLE001  a damaged pickle raises nearly anything
+    except Exception as error:  # a damaged pickle raises nearly anything
+        if _is_of_the_machine(error):
+            raise
         raise UserError(f"{path} holds more than tensors, or is damaged{refusal}") from None
     if not isinstance(content, dict) or not content:
         raise UserError(f"{path} holds no tensors by name{refusal}")
@@ -126,6 +135,13 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     if size > 2 * path.stat().st_size:
         raise UserError(f"{path} claims tensors of {size:,} bytes, more than are in it{refusal}")
     return weights
+
+
+def _is_of_the_machine(error: Exception) -> bool:
+    """Return whether an error says nothing of the file that was read, as that of a full memory."""
+    # EINVAL is of seeking in a torn file.
+    is_of_disk = isinstance(error, OSError) and error.errno != errno.EINVAL
+    return isinstance(error, MemoryError) or is_of_disk
 
 
 def _separate(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Pickled weights: converted bit for bit as they are fetched; nothing of a pickle is run."""
 
+import errno
 import hashlib
 import io
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -22,6 +24,7 @@ from base.reading import read_sealed
 from ckpt_tools.__main__ import app
 from ckpt_tools.formats.weight_files import pickles_of
 from ckpt_tools.hf.forward import stream_logits
+from ckpt_tools.released import pickles
 from ckpt_tools.released.download import download
 from tests.ckpt_tools.released.fake_hub import REPO
 from tests.quant_eval.models import random_model
@@ -102,6 +105,10 @@ def check(directory: Path, model, files: dict[str, bytes]) -> None:
             "torch": torch.__version__,
         }
 
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in model.state_dict().values()
+    )
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(load(directory)(tokens).logits, model(tokens).logits)
@@ -190,6 +197,35 @@ def test_a_pickle_of_other_bytes_is_not_opened(serve, model, tmp_path):
     download(REPO, tmp_path / "models", revisions=[REVISION])
     check(tmp_path / "models" / REVISION, model, files)
     assert hub.got.count((REVISION, SHARDS[0])) == 1
+
+
+@pytest.mark.parametrize("disk", ["does not answer", "is full"])
+def test_a_disk_says_nothing_of_a_pickle(serve, model, tmp_path, monkeypatch, disk):
+    """What was fetched and converted stays, and the next attempt goes on with it."""
+    files = sharded(model)
+    hub = serve({REVISION: files})
+    opened, written = torch.load, pickles.save_file
+
+    def load_failing(path: Path, **options):
+        if path.name == SHARDS[1]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, **options)
+
+    def save_failing(tensors, path: Path, metadata):
+        if path.name == CONVERTED[1]:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device")
+        written(tensors, path, metadata)
+
+    with monkeypatch.context() as patch:
+        if disk == "is full":
+            patch.setattr(pickles, "save_file", save_failing)
+        else:
+            patch.setattr(torch, "load", load_failing)
+        with pytest.raises(OSError, match=r"Input/output error|No space left"):
+            download(REPO, tmp_path / "models", revisions=[REVISION])
+    download(REPO, tmp_path / "models", revisions=[REVISION])
+    check(tmp_path / "models" / REVISION, model, files)
+    assert all(hub.got.count((REVISION, shard)) == 1 for shard in SHARDS)
 
 
 KILLED = """
