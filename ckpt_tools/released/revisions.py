@@ -20,6 +20,7 @@ UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 NAMED_WITHIN = 0.002  # of the tokens, besides a unit
 MOST_TOKENS = 2**63 - 1  # what a table holds
 TRAINING = "training"  # stage of a run's exports that are not averages
+DESCRIBE = "describe it in a file of yours (--family FILE.toml, in a study --set family=FILE.toml)"
 
 
 class Revision(Frozen):
@@ -75,10 +76,7 @@ def trajectory_of(repo: str) -> Trajectory:
         if _has(trajectory, repo):
             return trajectory
     repos = [trajectory.repo for trajectory in TRAJECTORIES]
-    raise UserError(
-        f"{repo} is not a known trajectory; {take_one_of(repo, repos)}, or describe it in a file of"
-        " yours (--family FILE.toml, in a study --set family=FILE.toml)"
-    )
+    raise UserError(f"{repo} is not a known trajectory; {take_one_of(repo, repos)}, or {DESCRIBE}")
 
 
 def final_repo(repo: str) -> str:
@@ -113,13 +111,21 @@ def parse_revision(repo: str, revision: str, trajectory: Trajectory | None = Non
     Raises:
         UserError: the repository is unknown, or the name is not one of its revisions.
     """
-    stages = (trajectory or trajectory_of(repo)).stages
-    for stage in stages:
-        parsed = _read(stage, repo, revision)
-        if parsed is not None:
-            return parsed
-    templates = ", ".join(stage.template for stage in stages)
-    raise UserError(f"{revision} is not a revision of {repo}; give one such as {templates}")
+    trajectory = trajectory or trajectory_of(repo)
+    found = find_revision(repo, revision, trajectory)
+    if found is None:
+        templates = ", ".join(stage.template for stage in trajectory.stages)
+        raise UserError(f"{revision} is not a revision of {repo}; give one such as {templates}")
+    return found
+
+
+def find_revision(repo: str, revision: str, trajectory: Trajectory) -> Revision | None:
+    """Return the revision that a stage of a trajectory has under this name; None if none has.
+
+    UserError where a stage has it, but not with so many tokens or not so many steps.
+    """
+    parsed = (_read(stage, repo, revision) for stage in trajectory.stages)
+    return next((each for each in parsed if each is not None), None)
 
 
 def training_order(
@@ -151,10 +157,7 @@ def _read(stage: Stage, repo: str, revision: str) -> Revision | None:
         step = number if stage.chunk_steps is None else (number + 1) * stage.chunk_steps
 
     if stage.last is not None and step is not None and step > stage.last:
-        raise UserError(
-            f"{revision}: {repo} is known to end at step {stage.last}; give --set pattern=... and a"
-            " table of its own"
-        )
+        raise UserError(f"{revision}: {repo} is known to end at step {stage.last}; {DESCRIBE}")
 
     return Revision(
         repo=repo,
@@ -207,7 +210,7 @@ def _tokens(
         if abs(named - seen) >= unit + seen * NAMED_WITHIN:
             raise UserError(
                 f"{revision}: {repo} saw {seen:,} tokens by step {step} of {stage.name}; name the"
-                " family whose revision it is"
+                " family whose revision it is, or correct tokens_per_step"
             )
     return stage.starts_at + seen
 

@@ -42,10 +42,11 @@ def _read(path: Path) -> Known:
         raise UserError(f"{path} is not UTF-8; save it as CSV in UTF-8") from None
     rows = csv.DictReader(text.splitlines(), skipinitialspace=True)
     columns = rows.fieldnames or []
-    if "step" not in columns or set(columns) - set(COLUMNS):
+    # Of two columns of one name the last alone would be read.
+    if not {"step"} < set(columns) <= set(COLUMNS) or len(set(columns)) < len(columns):
         raise UserError(
             f"{path} has the columns {', '.join(map(str, columns)) or 'none'}; give step, and"
-            " tokens, learning_rate or both"
+            " tokens, learning_rate or both, each once"
         )
     known: Known = {}
     for row in _rows(rows, path):

@@ -17,6 +17,7 @@ from ckpt_tools.released.own_family import FamilyFile, family_file
 from ckpt_tools.released.revisions import (
     TRAINING,
     Revision,
+    find_revision,
     parse_revision,
     repo_of_directory,
     training_order,
@@ -70,19 +71,16 @@ def _of_own_family(source: str, repo: str, names: Sequence[str], own: FamilyFile
     templates = ", ".join(stage.template for stage in trajectory.stages)
 
     def read(name: str) -> Revision:
-        try:
-            return parse_revision(repo, name, trajectory)
-        except UserError:
+        found = find_revision(repo, name, trajectory)
+        if found is None:
             raise UserError(
                 f"{name}: no stage of {own.path} names revisions so, they have {templates}; correct"
                 " the file, or leave the revision out"
-            ) from None
+            )
+        return found
 
     revisions = _in_order(
-        source,
-        names,
-        read,
-        lambda revision: training_order(revision, trajectory),
+        source, names, read, lambda revision: training_order(revision, trajectory)
     )
     return own.with_tables(revisions)
 

@@ -242,11 +242,23 @@ def test_more_tokens_than_a_table_holds_are_refused(tmp_path):
     assert kept.step == 100
 
 
+def test_names_that_state_other_tokens_say_so(tmp_path, capsys):
+    """And not that no stage names revisions so."""
+    text = stage("tokens_per_step = 1_000_000").replace("{S}", "{S}-tokens{T}")
+    wrong = "step100-tokens7B"
+    (kept,) = read(tmp_path, text, "step100-tokens100M", wrong)
+    assert kept.tokens == 100_000_000
+    reason = "mine saw 100,000,000 tokens by step 100 of training"
+    assert f"left out 1 of 2 revisions: {wrong} ({reason})" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("table", "reason"),
     [
         ("step;tokens\n100;2\n", "has the columns step;tokens; give step"),
         ("step,loss\n100,2\n", "has the columns step, loss; give step"),
+        ("step\n100\n", "has the columns step; give step, and tokens"),
+        ("step,tokens,tokens\n100,2,3\n", "has the columns step, tokens, tokens; .* each once"),
         ("", "has the columns none; give step"),
         ("step,tokens\n7,2\n", "has none of the steps"),
         ("step,tokens\n100,2e9\n", "line 2 of .*tokens is '2e9'"),
