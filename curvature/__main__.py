@@ -344,7 +344,7 @@ def critical(
 
 def _line_in_words(along: dict[str, Any]) -> str:
     curved, found = along["curvature"], along["critical"]
-    words = "curvature not resolved: its rise is below the noise"
+    words = "curvature not resolved: its rise is below ten times the noise"
     if curved:
         words = f"curvature {with_error(curved['mean'], curved['standard_error'])}"
     sharpness = found["sharpness"]

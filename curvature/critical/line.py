@@ -173,7 +173,7 @@ def measure_line(
         norm: |d|.
         start: the step of the first symmetric pair.
         rise: the stated rise, nats per token.
-        reach: the largest multiple of the search.
+        reach: the largest multiple at which the loss is evaluated.
         noise: what rounding does to the loss; a smaller rise than ten times it gives no curvature.
         level: coverage of the intervals.
 
@@ -187,7 +187,7 @@ def measure_line(
         (2.0, 2.0)
     """
     line = _Line(losses, base_B)
-    step = _step_of(line, start, rise)
+    step = _step_of(line, min(start, reach), rise, reach)
     rise_B = line.rise(step)
     slope_B = (line.at(step) - line.at(-step)) / (2 * step)
     second_B = 2 * rise_B / step**2
@@ -238,14 +238,14 @@ def measure_line(
     }
 
 
-def _step_of(line: _Line, start: float, rise: float) -> float:
+def _step_of(line: _Line, start: float, rise: float, reach: float) -> float:
     """Return the step of the symmetric pair: the first, or a second one if its rise is far off."""
     first = abs(_mean(line.rise(start)))
     if KEPT[0] * rise <= first <= KEPT[1] * rise:
         return start
     # The rise is of second order in the step.
     factor = math.sqrt(rise / first) if first else MOST_FACTOR
-    step = start * min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
+    step = min(start * min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR), reach)
     line.rise(step)
     return step
 

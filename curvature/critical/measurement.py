@@ -54,7 +54,8 @@ def measure(
         UserError: models, text, settings and memory do not fit, or a loss is not finite.
     """
     clock = time.perf_counter()
-    identity, config = identify(hf_dir), read_config(hf_dir)
+    identity = identify(hf_dir) if ranks.rank == 0 else {}  # which hashes every file
+    config = read_config(hf_dir)
     batches = Batches(
         data_prefix,
         config,
@@ -66,14 +67,20 @@ def measure(
     directions, sources = list[Direction](), dict[str, Any]()
     if previous:
         directions.append(move_from(previous, hf_dir))
-        sources["move"] = identify(previous)
+        sources["move"] = identify(previous) if ranks.rank == 0 else {}
     for result_dir in quantized:
-        step = read_step(hf_dir, result_dir)
-        directions.append(step_to(step))
-        sources[f"step-{step.spec}"] = {"path": str(result_dir)}
+        direction = step_to(read_step(hf_dir, result_dir))
+        if direction.name in sources:
+            raise UserError(
+                f"two results of --quantized are {direction.name}, {result_dir} is the second; give"
+                " each spec once"
+            )
+        directions.append(direction)
+        sources[direction.name] = {"path": str(result_dir)}
     check_memory(config, settings, ranks)
 
     moved = MovedModel(hf_dir, config, DTYPES[settings.dtype], ranks.device)
+    norms = [moved.norm(direction) for direction in directions]  # refuses a direction of length 0
     losses = SharedLosses(
         moved.model, batches.number(0, settings.sequences), settings.batch_size, ranks
     )
@@ -95,14 +102,14 @@ def measure(
             direction.name: measure_line(
                 partial(losses_at, direction),
                 base_B,
-                norm=moved.norm(direction),
+                norm=norm,
                 start=direction.start,
                 rise=settings.rise,
                 reach=settings.reach,
                 noise=noise,
                 level=LEVEL,
             )
-            for direction in directions
+            for direction, norm in zip(directions, norms, strict=True)
         }
 
     return {

@@ -227,6 +227,9 @@ def test_what_is_refused(family, held_out_prefix, tmp_path, capsys):
     assert "1 --previous for 2 HF directories" in refusal(*several)
     quantized = ["--quantized", family.quantized]
     assert "give a single HF_DIR" in refusal(family.base, family.previous, *quantized)
+    assert "two results of --quantized are step-rtn-b3-g16" in refusal(
+        family.base, *quantized, *quantized
+    )
     assert "the length of move is 0" in refusal(family.base, "--previous", family.base)
     wider = make_hf_directory(tmp_path / "wider", hidden_size=64)
     assert "has other parameters than" in refusal(family.base, "--previous", wider)

@@ -110,6 +110,16 @@ def test_no_crossing_is_a_result():
     assert loss.calls <= PASSES
 
 
+@pytest.mark.parametrize("reach", [0.1, 4.0])
+def test_no_loss_is_evaluated_beyond_the_reach(reach):
+    """On a flat line the second pair would be 64 times as far as the first, at 16."""
+    loss = Quadratic()
+    loss.hessian_PP *= 0
+    line = loss.measure(reach=reach, noise=0.0)
+    assert max(abs(each["multiple"]) for each in line["evaluated"]) == reach
+    assert (line["critical"]["outcome"], line["critical"]["not_above"]) == ("none", reach)
+
+
 def test_the_side_is_that_on_which_the_loss_falls():
     """Along -d all is the same but for signs."""
     lines = []
