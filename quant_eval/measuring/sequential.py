@@ -199,10 +199,12 @@ class BlockQuantizer:
 
     def _buffer(self, linears: Linears, name: str) -> Activations:
         width = next(iter(linears.values())).in_features
-        buffer = self._buffers.get(name)
+        buffer = self._buffers.pop(name, None)
         # Packed draws share their shapes; documents of another draw have other lengths.
         if buffer is None or buffer.shapes != self._x.shapes:
-            buffer = self._buffers[name] = self._x.like(width)
+            buffer = None  # freed before another takes its place: there is room for one
+            buffer = self._x.like(width)
+        self._buffers[name] = buffer
         return buffer
 
     def _statistics(self, linears: Linears, inputs: Iterator[Tensor]) -> InputStatistics:

@@ -2,6 +2,7 @@
 gives the same bits, and what does not fit is refused.
 """
 
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -86,6 +87,28 @@ def test_every_token_passes_every_linear_once(tmp_path, monkeypatch, passes, arc
     # output the residual, and what the MLP's last linear reads or is made from where they differ
     again = 1 if fits or model.block(0).is_parallel else 0
     assert passes["reads"] == BATCHES * (5 * (last + 1) + (1 + again) * last)
+
+
+def test_documents_of_two_draws_take_turns_in_one_buffer(tmp_path, monkeypatch):
+    """As sequences of one length do: `Room` counts no second one, so the first has to be gone."""
+    directory = make_model(tmp_path / "model", "olmo2")
+    made, sizes = Activations.__init__, dict[weakref.ref[Activations], int]()
+    peak = 0
+
+    def counted(activations, shapes, width, *arguments):
+        nonlocal peak
+        made(activations, shapes, width, *arguments)
+        sizes[weakref.ref(activations)] = width * sum(rows * length for rows, length in shapes)
+        peak = max(peak, sum(size for living, size in sizes.items() if living() is not None))
+
+    monkeypatch.setattr(Activations, "__init__", counted)
+    peaks = []
+    for lengths in [((16, 16), (16, 16)), ((20, 12), (12, 20))]:
+        draws = [[CALIBRATION_NL[0, :length] for length in draw] for draw in lengths]
+        peak = 0
+        walked(directory, [Variant(parse_spec("gptq-b3-g16"), draw) for draw in draws])
+        peaks.append(peak)
+    assert peaks[0] == peaks[1] > 0
 
 
 def evaluation() -> EvaluationSet:
