@@ -218,6 +218,8 @@ def slice_(
     names = name or [point.resolve().name for point in points]
     if len(names) != 3 or len(set(names)) != 3:
         raise UserError(f"the points are named {', '.join(names)}; give --name for each of three")
+    if any("/" in each for each in names):
+        raise UserError(f"the points are named {', '.join(names)}; give names without slash")
     specs, outs = [f"slice-{names[-1]}"], [out] if out else None
     hf_dirs = [hf_directory_of(point) for point in points]
     ((directory,),) = result_directories(hf_dirs[:1], "curvature", specs, outs)

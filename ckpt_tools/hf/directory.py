@@ -94,10 +94,11 @@ def hf_directory_of(path: Path) -> Path:
     """
     if (path / "config.json").is_file():
         return path
-    # HF_DIR/quant/SPEC, and HF_DIR/blocks/SPEC in a study
-    above = path.absolute().parent.parent
+    # HF_DIR/quant/SPEC, and HF_DIR/blocks/SPEC in a study; a relative path may lack the first parts
+    is_whole = len(path.parts) > 2 and ".." not in path.parts
+    above = (path if is_whole else path.resolve()).parent.parent
     if (path / RESULT_JSON).is_file() and (above / "config.json").is_file():
-        return path.parent.parent
+        return above
     raise UserError(
         f"{path} is neither an HF directory nor a result below one; give a directory made by"
         " 'python -m ckpt_tools export', or HF_DIR/quant/SPEC made by 'python -m quant_eval run"

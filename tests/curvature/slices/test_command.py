@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from ckpt_tools.hf.directory import hf_directory_of
 from curvature.slices import corners as corners_of_files
 from curvature.slices import measurement
 from curvature.slices.corners import Corners
@@ -186,6 +187,23 @@ def test_bad_options_end_with_nothing_written(slice_of, capsys, tmp_path, family
     assert slice_of(*through(family), "--out", tmp_path / "out", *options) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("within", [".", "quant", "quant/rtn-b3-g16", "curvature"])
+def test_a_result_is_of_the_model_above_it_from_wherever_it_is_named(family, monkeypatch, within):
+    (family.base / "curvature").mkdir(exist_ok=True)
+    monkeypatch.chdir(family.base / within)
+    result = Path(os.path.relpath(family.quantized))
+    assert hf_directory_of(result).resolve() == family.base.resolve()
+    assert hf_directory_of(family.quantized) == family.base
+
+
+def test_a_name_that_leads_elsewhere_is_refused(slice_of, capsys, family):
+    """The result is at curvature/slice-NAME."""
+    words = through(family)
+    words[-1] = "../elsewhere"
+    assert slice_of(*words) == 2
+    assert "give names without slash" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_weights_that_do_not_belong_together_are_refused(
