@@ -210,7 +210,7 @@ def checked_losses(name: str, direct_B: Tensor, losses_B: Tensor) -> dict[str, A
     difference = abs(loss - from_files) / from_files
     if not difference <= POINT_TOLERANCE:
         raise UserError(
-            f"the {name} point has loss {loss:.7g} on the plane and {from_files:.7g} from its own"
+            f"the {name} point has loss {loss:.7g} put together and {from_files:.7g} from its own"
             f" files, {difference:.1e} apart (at most {POINT_TOLERANCE:g}): not the same weights;"
             " export or quantize again"
         )

@@ -40,6 +40,7 @@ UNITS = {
         "nats per token"
     ),
     "variance_shares": "of the fitted checkpoints' variance, by component",
+    "end.relative_difference": "of the last checkpoint's loss to loss_from_files",
 }
 
 
@@ -138,7 +139,7 @@ def measure(
     """
     clock = time.perf_counter()
     corners = Corners([open_corner(path) for path in (*fitted, *projected)])
-    # The end of the trajectory: increases are over its loss.
+    # The end of the trajectory: increases are over the loss of its projection.
     last = len(fitted) - 1
     end = corners.corners[last]
     sequences = open_sequences(end.hf_dir, settings, data_prefix)

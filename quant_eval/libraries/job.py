@@ -3,7 +3,6 @@
 Job and result are files. The library's module is started as `python -m quant_eval.libraries.MODULE
 JOB.json`, or in a fork where that is as good, and leaves in `Job.out`: `weights.safetensors`, the
 dense values of every parameter it changed, and `report.json`, written last.
-
 """
 
 import multiprocessing
