@@ -156,13 +156,17 @@ def _separate(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value is a dense tensor in memory of a dtype that safetensors has."""
+    """Return whether a value is a dense tensor in memory of a dtype that safetensors has.
+
+    Its numbers are its bytes: torch can mark a tensor whose sign is to be changed as it is read.
+    """
     return (
         isinstance(value, Tensor)
         and type(value) in (Tensor, torch.nn.Parameter)
         and value.layout is torch.strided
         and value.device.type == "cpu"
         and value.dtype in HEADER_DTYPES
+        and not value.is_neg()
     )
 
 

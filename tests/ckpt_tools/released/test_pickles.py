@@ -161,6 +161,7 @@ REFUSED = {
     "sparse": lambda _: saved({"w": torch.eye(3).to_sparse()}),
     "without memory": lambda _: saved({"w": torch.zeros(3, device="meta")}),
     "of any size": lambda _: saved({"w": torch.zeros(1).expand(1 << 40)}),
+    "negated as it is read": lambda _: saved({"w": torch.ones(3, dtype=torch.cfloat).conj().imag}),
     "torn": lambda _: saved({"w": torch.zeros(3000)})[:-500],
 }
 
