@@ -32,6 +32,9 @@ def read_config(hf_dir: Path) -> PretrainedConfig:
             something else than in newer ones.
     """
     opensci.register()
+    path = hf_dir / "config.json"
+    stated = read_object(path) if path.is_file() else {}  # else transformers says what is missing
+    check_depth(str(path), stated)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             hf_dir, local_files_only=True, trust_remote_code=False
@@ -40,12 +43,18 @@ def read_config(hf_dir: Path) -> PretrainedConfig:
         raise UserError(
             f"{hf_dir}/config.json: {' '.join(str(error).split())[:200]}; give an HF directory"
         ) from None
-    path = hf_dir / "config.json"
-    # Refused before anyone makes the modules of so many layers.
-    if not 0 < getattr(config, "num_hidden_layers", 1) <= MOST_LAYERS:
-        raise UserError(f"{path}: no model has {config.num_hidden_layers:,} layers; restore it")
-    check_understood(str(path), config, read_object(path))
+    check_understood(str(path), config, stated)
     return config
+
+
+def check_depth(path: str, stated: dict[str, Any]) -> None:
+    """Raise UserError for more layers than any model has, or none, in a config.json.
+
+    To be called before transformers makes a list of so many.
+    """
+    layers = stated.get("num_hidden_layers", 1)
+    if isinstance(layers, int) and not 0 < layers <= MOST_LAYERS:
+        raise UserError(f"{path}: no model has {layers:,} layers; restore it")
 
 
 def check_understood(path: str, config: PretrainedConfig, stated: dict[str, Any]) -> None:

@@ -158,8 +158,9 @@ def check_measurable(content: bytes, source: str) -> None:
 def _config(fields: dict[str, Any]) -> "PretrainedConfig":
     from huggingface_hub.errors import StrictDataclassError
 
-    from ckpt_tools.hf.configuration import check_understood, configuration
+    from ckpt_tools.hf.configuration import check_depth, check_understood, configuration
 
+    check_depth("config.json", fields)
     settings = {key: value for key, value in fields.items() if key != "model_type"}
     try:
         config = configuration(fields["model_type"], **settings)

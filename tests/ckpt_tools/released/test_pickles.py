@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -205,7 +205,7 @@ def test_a_disk_says_nothing_of_a_pickle(serve, model, tmp_path, monkeypatch, di
     """What was fetched and converted stays, and the next attempt goes on with it."""
     files = sharded(model)
     hub = serve({REVISION: files})
-    opened, written = torch.load, pickles.save_file
+    opened, written = torch.load, save_file
 
     def load_failing(path: Path, **options):
         if path.name == SHARDS[1]:
