@@ -243,7 +243,7 @@ def test_more_tokens_than_a_table_holds_are_refused(tmp_path):
 
 
 def test_names_that_state_other_tokens_say_so(tmp_path, capsys):
-    """And not that no stage names revisions so."""
+    """The reason is the tokens, not the form of the name."""
     text = stage("tokens_per_step = 1_000_000").replace("{S}", "{S}-tokens{T}")
     wrong = "step100-tokens7B"
     (kept,) = read(tmp_path, text, "step100-tokens100M", wrong)

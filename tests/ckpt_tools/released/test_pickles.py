@@ -202,7 +202,7 @@ def test_a_pickle_of_other_bytes_is_not_opened(serve, model, tmp_path):
 
 @pytest.mark.parametrize("disk", ["does not answer", "is full"])
 def test_a_disk_says_nothing_of_a_pickle(serve, model, tmp_path, monkeypatch, disk):
-    """What was fetched and converted stays, and the next attempt goes on with it."""
+    """The next attempt resumes with what was fetched and converted."""
     files = sharded(model)
     hub = serve({REVISION: files})
     opened, written = torch.load, save_file
