@@ -6,6 +6,7 @@ whatever else is in it is refused before anything runs.
 
 import errno
 import os
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -114,9 +115,8 @@ def _check_index(
 def _tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a pickle, mapped; UserError if it holds anything else."""
     refusal = "; nothing of it was run, leave the revision out"
-    with path.open("rb") as file:
-        if file.read(len(ZIP)) != ZIP:
-            raise UserError(f"{path} is not a zip file as torch.save writes it{refusal}")
+    if not _is_as_saved(path):
+        raise UserError(f"{path} is not a zip file as torch.save writes it{refusal}")
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle raises nearly anything
@@ -135,6 +135,23 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     if size > 2 * path.stat().st_size:
         raise UserError(f"{path} claims tensors of {size:,} bytes, more than are in it{refusal}")
     return weights
+
+
+def _is_as_saved(path: Path) -> bool:
+    """Return whether a file is a zip file whose members are stored, as torch.save writes it.
+
+    torch maps members as they are: it would take compressed bytes for numbers.
+    """
+    with path.open("rb") as file:
+        if file.read(len(ZIP)) != ZIP:
+            return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
+    except Exception as error:  # a damaged file raises nearly anything
+        if _is_of_the_machine(error):
+            raise
+        return False
 
 
 def _is_of_the_machine(error: Exception) -> bool:

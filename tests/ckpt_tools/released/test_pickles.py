@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,16 @@ class Trap:
         return os.system, (f"touch {self.sprung}",)
 
 
+def compressed(content: bytes) -> bytes:
+    """A file of torch.save whose first tensor is deflated."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as stored, zipfile.ZipFile(file, "w") as archive:
+        for name in stored.namelist():
+            method = zipfile.ZIP_DEFLATED if name.endswith("data/0") else zipfile.ZIP_STORED
+            archive.writestr(name, stored.read(name), method)
+    return file.getvalue()
+
+
 REFUSED = {
     "a call": lambda sprung: saved({"lm_head.weight": torch.zeros(3), "x": Trap(sprung)}),
     "a bare call": lambda sprung: pickle.dumps(Trap(sprung)),
@@ -162,6 +173,7 @@ REFUSED = {
     "without memory": lambda _: saved({"w": torch.zeros(3, device="meta")}),
     "of any size": lambda _: saved({"w": torch.zeros(1).expand(1 << 40)}),
     "negated as it is read": lambda _: saved({"w": torch.ones(3, dtype=torch.cfloat).conj().imag}),
+    "compressed": lambda _: compressed(saved({"w": torch.zeros(3000), "v": torch.rand(30000)})),
     "torn": lambda _: saved({"w": torch.zeros(3000)})[:-500],
 }
 
