@@ -276,5 +276,6 @@ def read_download(directory: Path) -> DownloadRecord | None:
     if not path.is_file():
         return None
     record = as_model(DownloadRecord, read_sealed(path, "download it again"), path)
-    check_inside(path, record.files)
+    pickles = [conversion.pickle for conversion in record.converted.values()]
+    check_inside(path, [*record.files, *record.converted, *pickles])
     return record

@@ -318,7 +318,8 @@ def _keep_conversions(target: Path) -> None:
     if record is None:
         return
     for name, conversion in record.converted.items():
-        if _size(target / name) == record.files[name].bytes:
+        recorded = record.files.get(name)
+        if recorded and _size(target / name) == recorded.bytes:
             write_sealed(_note(target, conversion.pickle), conversion.model_dump(mode="json"))
 
 

@@ -189,6 +189,17 @@ def a_record_that_climbs_out(hub: FakeHub, into: Path) -> None:
     reseal(into / LAST / "download.json", record)
 
 
+def a_pickle_that_climbs_out(hub: FakeHub, into: Path) -> None:
+    """The download is damaged, else nothing of its conversions is looked at."""
+    download(REPO, into, revisions=[LAST])
+    record = json.loads((into / LAST / "download.json").read_text())
+    files = sorted(name for name in record["files"] if name.endswith(".safetensors"))
+    origin = {"record": record["files"][files[0]], "left_out": [], "torch": "2"}
+    record["converted"] = {files[0]: origin | {"pickle": "../../../secret"}}
+    reseal(into / LAST / "download.json", record)
+    (into / LAST / files[1]).unlink()
+
+
 @pytest.mark.parametrize(
     ("prepare", "reason"),
     [
@@ -199,6 +210,7 @@ def a_record_that_climbs_out(hub: FakeHub, into: Path) -> None:
         (a_file_of_somebody, "is not a download"),
         (another_repository, "of somebody/else"),
         (a_record_that_climbs_out, "is outside its directory"),
+        (a_pickle_that_climbs_out, "names '../../../secret', which is outside its directory"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_left_alone(hub, tmp_path, prepare, reason):
