@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from study.definition import Study
+from study.figures import figure
 from study.paths import MLFLOW_STORE, REPORT
 from study.report.report import write_report
 from study.tracking.store import create_store, store_uri
@@ -68,6 +69,12 @@ def store(tmp_path, empty_store) -> str:
 def study_dir(tmp_path, written_study, study) -> Path:
     """ROOT/tiny with all results; ROOT is the test's own."""
     return Path(shutil.copytree(written_study, tmp_path / study.name))
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """No picture is drawn of figures, which is most of a report's time."""
+    monkeypatch.setattr(figure, "pictures_of", lambda _: {"png": b"", "pdf": b""})
 
 
 @pytest.fixture

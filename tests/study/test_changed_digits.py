@@ -81,7 +81,7 @@ def place_of(study: Study, name: str) -> str:
 
 
 @pytest.fixture
-def whole(collected_dir, study, store):
+def whole(collected_dir, study, store, without_pictures):
     """The synthetic study with table, store, and a run whose status and attempts hold numbers."""
     directory = RunDirectory(collected_dir / RUN)
     write_ending(directory, "done", 640, fingerprint=fingerprint(study.runs[0]))

@@ -353,6 +353,7 @@ def diverged(study_dir, study, store):
     return study_dir
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_claims_choices_report_and_mirror_are_of_the_other_runs(diverged, study):
     run = study.runs[-1]
     words = f"{run.name} diverged at step {run.save_steps[0] + 3}: not finite: loss nan"

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from base.environment import version_line
-from study.figures import figure as drawing
 from study.recipes.resolve import resolve
 from study.recipes.shown import summary
 from study.report.provenance import commands, settings_of
@@ -304,11 +303,11 @@ def test_text_is_escaped(report):
     assert str(markupsafe.escape(HOSTILE)) in text
 
 
-def test_a_partial_table_gives_a_partial_report(collected_dir, study, monkeypatch):
+@pytest.mark.usefixtures("without_pictures")
+def test_a_partial_table_gives_a_partial_report(collected_dir, study):
     """Figures without data are left out, their files too, and named; the others hold what there
-    is. No picture is drawn.
+    is.
     """
-    monkeypatch.setattr(drawing, "pictures_of", lambda _: {"png": b"", "pdf": b""})
     for pattern in ("lr3e-2/hf/*/quant", "*/hf/*/curvature", "*/hf/*/blocks"):
         for path in collected_dir.glob(f"{pattern}/*/result.json"):
             path.unlink()
