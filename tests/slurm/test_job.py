@@ -133,11 +133,11 @@ def test_what_asks_the_hub_reaches_it_unless_the_site_has_it_cached(cluster, mon
     write_plan(cluster, site, submission.arrays, anew=True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as in every job
     monkeypatch.setattr(element, "ONLINE", {"blocks"})
-    wait_for, offline = element.wait_for, dict[bool, str | None]()
+    offline: dict[bool, str | None] = {}
 
     def watched(command, environment, *more, **named):
         offline["--per-block" in command] = environment.get("HF_HUB_OFFLINE")
-        return wait_for(command, environment, *more, **named)
+        return supervision.wait_for(command, environment, *more, **named)
 
     monkeypatch.setattr(element, "wait_for", watched)
     run(cluster)
