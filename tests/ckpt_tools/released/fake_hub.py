@@ -16,6 +16,7 @@ from train.model.families import FAMILIES
 
 LARGE = (".safetensors", ".bin")  # suffixes whose hash the hub states
 REPO = "allenai/OLMo-2-0425-1B"
+POLL_SECONDS = 0.01  # until a server that is asked to end does
 
 
 def config_json(model_type: str, **fields: object) -> bytes:
@@ -68,7 +69,7 @@ class FakeHub(ThreadingHTTPServer):
         self.stalled: str | None = None  # file of which only a half arrives
         self.reached_stall, self.let_go = threading.Event(), threading.Event()
         self.corrupted: str | None = None  # file that arrives with another byte than its hash says
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(POLL_SECONDS,), daemon=True).start()
 
     @property
     def endpoint(self) -> str:
