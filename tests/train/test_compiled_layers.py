@@ -115,20 +115,27 @@ def counted_run(model: ModelConfig) -> RunConfig:
     return run.model_copy(update={"model": model, "data": data})
 
 
-def count_all(out: str) -> None:
-    """Worker: count a layer of every family; torch keeps what it has seen of a GPU."""
-    counts = {family: layer_of_deepspeed(counted_run(counted(family))) for family in TRAINED}
+def count_all(out: str, *families: str) -> None:
+    """Worker: count a layer of families; torch keeps what it has seen of a GPU."""
+    counts = {family: layer_of_deepspeed(counted_run(counted(family))) for family in families}
     Path(out).write_text(json.dumps(counts))
 
 
-def test_kernels_and_bytes_of_a_layer(tmp_path):
+# Each compiles for seconds: norms after the linears and before them, all others under stress.
+COUNTED = ("olmo2", "llama")
+
+
+@pytest.mark.parametrize(
+    "families", [COUNTED, pytest.param(tuple(TRAINED), marks=pytest.mark.stress)]
+)
+def test_kernels_and_bytes_of_a_layer(tmp_path, families):
     """Reads and writes of bf16 numbers per token, of the widths of hidden state, keys and MLP.
 
     Without attention, of which two kernels are counted. Beside them a weight takes 12 bytes a
     microbatch: it is rounded, fp32 to bf16, and its gradient is widened. Cosines of the rotary
     embedding and sums of norms are less than 1%. Of SmolLM3 a layer that rotates is counted.
     """
-    on_ranks(1, count_all, tmp_path / "counts.json")
+    on_ranks(1, count_all, tmp_path / "counts.json", *families)
     counts = json.loads((tmp_path / "counts.json").read_text())
     for family, (kernels, moved) in counts.items():
         model = counted(family)

@@ -158,8 +158,8 @@ def check_shares(tmp_path: Path, model: ModelConfig, ranks: int) -> None:
         assert max(sizes) / 1e9 < 15  # seconds at 1 GB/s
 
 
-def test_shares_of_the_7b_on_64_ranks(tmp_path):
-    check_shares(tmp_path, OLMO2_7B, 64)
+def test_shares_of_the_1b_on_64_ranks(tmp_path):
+    check_shares(tmp_path, OLMO2_1B, 64)
 
 
 @pytest.mark.stress

@@ -89,9 +89,14 @@ def test_results_of_two_specs(
 @pytest.mark.parametrize(
     ("task", "start", "added"),
     [
-        ("piqa", ["piqa.jsonl"], "piqa.fewshot.jsonl"),
         ("mmlu", ["mmlu/anatomy.jsonl"], "mmlu/astronomy.jsonl"),
-        ("mmlu", ["mmlu/anatomy.jsonl"], "mmlu/anatomy.fewshot.jsonl"),
+        *(
+            pytest.param(*case, marks=pytest.mark.stress)  # seconds each, of commands
+            for case in (
+                ("piqa", ["piqa.jsonl"], "piqa.fewshot.jsonl"),
+                ("mmlu", ["mmlu/anatomy.jsonl"], "mmlu/anatomy.fewshot.jsonl"),
+            )
+        ),
     ],
 )
 def test_a_result_is_kept_until_its_documents_change(
