@@ -366,7 +366,8 @@ def test_planted_weights_are_measured_as_planted(tmp_path, tokenizer_dir):
     text = text_in_place(held_out=held_out, calibration=calibration, tokenizer=tokenizer_dir)
     small = {"specs": ("rtn-b3-g32",), "methods": (), "calibration_sequences": 8}
     quantization = study.quantization.model_copy(update=small)
-    study = study.model_copy(update={"text": text, "quantization": quantization, "curvature": None})
+    alone = {"quantization": quantization, "curvature": None, "critical": None}
+    study = study.model_copy(update={"text": text} | alone)
     directory = tmp_path / "runs" / study.name
     save_study(directory, study)
     wanted = ("download", "quantize", "collect")
