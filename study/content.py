@@ -4,7 +4,7 @@ Each package in PACKAGES has a module `content` with one value, CONTENT. It name
 place, 'module:name', so that each is imported where it is used and not before.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import resolve_name
@@ -72,4 +72,15 @@ def preset_places() -> dict[str, str]:
 
 
 def _by_name(places: Iterable[str]) -> dict[str, str]:
-    return {place.partition(":")[2].replace("_", "-"): place for place in places}
+    return {with_hyphens(place.partition(":")[2]): place for place in places}
+
+
+def with_hyphens(name: str) -> str:
+    """Return the name of a function as commands take it."""
+    return name.replace("_", "-")
+
+
+def described(function: Callable[..., object]) -> str:
+    """Return the first line of a function's docstring, or else its name."""
+    lines = (function.__doc__ or "").strip().splitlines()
+    return lines[0].rstrip(".") if lines else with_hyphens(function.__name__)

@@ -13,7 +13,7 @@ from study.machine.released_size import linear_parameters, stored_bytes
 from study.measurements.quantization import BLOCKS
 from study.paths import last_model
 from study.released import ReleasedRun
-from train.model.config import parameter_shapes
+from train.model.config import hidden_matrices, parameter_shapes
 from train.planning.memory import FP32, bytes_of_weight, checkpoint_bytes, parameter_count
 from train.run.directory import RunDirectory
 
@@ -27,9 +27,8 @@ def _linear_parameters(run: AnyRun) -> int:
     """Return the parameters of the linears in the decoder blocks; 0 where nothing states them."""
     if isinstance(run, ReleasedRun):
         return linear_parameters(run.config) if run.config else 0
-    shapes = parameter_shapes(run.model).items()
-    # Two dimensions: norms and biases have one, and stay as they are.
-    return sum(math.prod(shape) for name, shape in shapes if len(shape) == 2 and ".layers." in name)
+    shapes = parameter_shapes(run.model)
+    return sum(math.prod(shapes[name]) for name in hidden_matrices(run.model))
 
 
 def _dense_by_block(study: Study, run: AnyRun) -> int:

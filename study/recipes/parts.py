@@ -13,6 +13,7 @@ from typing import Any
 from base.frozen import fingerprint
 from curvature.settings import LineSettings, PlaneSettings
 from study.axes import AnyRun, Value, in_words
+from study.content import described, with_hyphens
 from study.definition import Study
 from study.design import with_controls, with_seeds
 from study.experiments import Experiment
@@ -67,12 +68,12 @@ class Recipe:
     @property
     def name(self) -> str:
         """The function's name with hyphens."""
-        return self.make.__name__.replace("_", "-")
+        return with_hyphens(self.make.__name__)
 
     @property
     def description(self) -> str:
         """The first line of the function's docstring."""
-        return (self.make.__doc__ or self.name).strip().splitlines()[0].rstrip(".")
+        return described(self.make)
 
     def __call__(self, *, smoke: bool = False) -> Study:
         """Return the study, named after the function and described by its docstring."""

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from base.errors import UserError
 from base.names import take_one_of
 from base.settings import path_of
-from study.content import preset_places
+from study.content import described, preset_places, with_hyphens
 from study.definition import Study
 
 PRESET = "settings"  # the path whose value is the name of a preset
@@ -26,12 +26,12 @@ class Preset:
     @property
     def name(self) -> str:
         """The function's name with hyphens."""
-        return self.change.__name__.replace("_", "-")
+        return with_hyphens(self.change.__name__)
 
     @property
     def description(self) -> str:
         """The first line of the function's docstring."""
-        return (self.change.__doc__ or self.name).strip().splitlines()[0].rstrip(".")
+        return described(self.change)
 
     def __call__(self, study: Study) -> Study:
         """Return the changed study, whose description says the preset's."""

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from study.definition import Study
-from study.figures import figure
 from study.paths import MLFLOW_STORE, REPORT
 from study.report.report import write_report
 from study.tracking.store import create_store, store_uri
 from tests.conftest import made_once
 from tests.study.ablation import tiny
-from tests.study.synthetic import table_of, write_study
+from tests.study.synthetic import draw_nothing, table_of, write_study
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +73,7 @@ def study_dir(tmp_path, written_study, study) -> Path:
 @pytest.fixture
 def without_pictures(monkeypatch):
     """No picture is drawn of figures, which is most of a report's time."""
-    monkeypatch.setattr(figure, "pictures_of", lambda _: {"png": b"", "pdf": b""})
+    draw_nothing(monkeypatch)
 
 
 @pytest.fixture

@@ -6,9 +6,12 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from base.frozen import fingerprint
 from ckpt_tools.hf.directory import LINEAGE_JSON, RESULT_JSON
 from study.definition import Study, save_study
+from study.figures import figure
 from study.machine.needs import write_run_configurations
 from study.paths import (
     MeasuredModel,
@@ -30,6 +33,7 @@ from train.run.config import RunConfig
 from train.run.directory import CHECKPOINT_JSON, CheckpointRecord, RunDirectory
 from train.run.schedules import learning_rate
 
+PICTURE = bytes(200)  # in place of each that is left out
 ATTEMPT = {  # an entry of environment.json; versions that no release has
     "quantdyn": "7.8.9",
     "commit": "c0ffee" * 6 + "c0ff",
@@ -267,6 +271,11 @@ def _told(run: RunConfig, model: MeasuredModel) -> dict | None:
     average = kept[model.average].model_dump(mode="json")
     steps = [model.step - back * average["interval_steps"] for back in range(5)]
     return average | {"steps": sorted(steps)}
+
+
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Leaves figures their rows and charts alone: pictures take most of a report's time."""
+    patch.setattr(figure, "pictures_of", lambda _: {"png": PICTURE, "pdf": PICTURE})
 
 
 def write_study(directory: Path, study: Study) -> Path:

@@ -13,11 +13,10 @@ from study.__main__ import report as report_command
 from study.definition import Study
 from study.design import with_controls
 from study.experiments import Experiment
-from study.figures import figure
 from study.report.report import write_report
 from study.results.table import read_table
 from tests.study.chromium import Browser
-from tests.study.synthetic import table_of, write_study
+from tests.study.synthetic import draw_nothing, table_of, write_study
 from tests.study.test_interactive import POINTS, SETTLED
 from tests.study.varied import bare, budgets, weight_decay
 
@@ -29,7 +28,6 @@ BUDGETS = Experiment(
     claims=("surge", "bits"),
     captions={"ends": "Figure 9b of a paper"},
 )
-PICTURE = bytes(200)  # in place of each
 TITLES = ("Figure 9: budgets", "Figure 7: weight decay")
 DECAYS = Experiment(name="decays", title="Figure 7: weight decay", runs=("wd0", "wd0.3"))
 
@@ -100,8 +98,8 @@ def written(tmp_path_factory, study) -> tuple[Study, Path]:
     whole = both(study)
     directory = write_study(tmp_path_factory.mktemp("parts") / whole.name, whole)
     table_of(directory, whole)
-    with pytest.MonkeyPatch.context() as patch:  # drawing them is most of a report's time
-        patch.setattr(figure, "pictures_of", lambda _: {"png": PICTURE, "pdf": PICTURE})
+    with pytest.MonkeyPatch.context() as patch:
+        draw_nothing(patch)
         write_report(directory, whole)
     return whole, directory
 
