@@ -64,6 +64,21 @@ Accept = Callable[[StepResult], bool]
 Flags = Callable[[], Sequence[float]]
 
 
+class Linear(NamedTuple):
+    """A rank's part of a linear of the blocks, whose weight the model computes with.
+
+    Attributes:
+        name: HF name of its weight.
+        pieces: live [O_i, I], consecutive rows of it; an engine may keep other weights' between.
+        row, column: of its first number in the whole weight.
+    """
+
+    name: str
+    pieces: tuple[Tensor, ...]
+    row: int = 0
+    column: int = 0
+
+
 class Snapshot(Protocol):
     """A copy of the state of one step: training may continue while it is written."""
 
@@ -150,11 +165,11 @@ class Engine(Protocol):
         """
         ...
 
-    def linears(self) -> list[Tensor]:
+    def linears(self) -> list[Linear]:
         """Return the weights of the blocks' linears that the model computes with, live.
 
-        This rank's rows or columns [O, I] of each. They may share memory with the main weights:
-        who writes to them restores them.
+        This rank's rows or columns of each. They may share memory with the main weights: who writes
+        to them restores them, at the latest when `accept` is asked.
         """
         ...
 

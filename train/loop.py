@@ -28,6 +28,7 @@ from train.engine import Engine, StepResult
 from train.engines import build_engine
 from train.monitoring import RANKS_EVERY_STEPS, Profile, RankClock, speed_of
 from train.observing import forward_figures, observed_step
+from train.perturbing import train_step_of
 from train.rounding import QuantizationProbe
 from train.run.config import RunConfig, dump_run
 from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, CheckpointRecord, RunDirectory
@@ -153,10 +154,13 @@ class _Training:
         self.clock.start()
         batch = self.batches(step)
         self.watchdog.enter(step, LoopPhase.COMPUTE)
+        train_step = train_step_of(run, self.engine, step)
         if observes:
-            result, figures = observed_step(self.engine, batch, rate, self.judge.accept, flags)
+            result, figures = observed_step(
+                self.engine, train_step, batch, rate, self.judge.accept, flags
+            )
         else:
-            result = self.engine.train_step(batch, rate, self.judge.accept, flags)
+            result = train_step(batch, rate, self.judge.accept, flags)
         speed = speed_of(run, step, self.clock.stop())
         writing = self.agreement.reached(step, result.flags)
         self.watchdog.enter(step, LoopPhase.SAVE)

@@ -14,16 +14,18 @@ from torch import Tensor
 from train.data.batches import Batch
 from train.distributed import gathered
 from train.engine import Accept, Engine, Flags, StepResult
+from train.perturbing import TrainStep
 
 
 def observed_step(
     engine: Engine,
+    train_step: TrainStep,
     batch: Batch,
     learning_rate: float,
     accept: Accept,
     flags: Flags = tuple,
 ) -> tuple[StepResult, dict[str, float]]:
-    """Run the engine's `train_step`; return also L2 norms by layer, and outside the layers.
+    """Run a `train_step` of the engine; return also L2 norms by layer, and outside the layers.
 
     The keys are weight_norm (after the update), gradient_norm (before clipping) and update_norm (of
     the difference that the update made, decay included), each with /layers.3 or /lm_head.
@@ -44,7 +46,7 @@ def observed_step(
         before.extend(weights.to("cpu", copy=True) for weights in engine.weights())
         return accept(result)
 
-    result = engine.train_step(batch, learning_rate, observe, flags)
+    result = train_step(batch, learning_rate, observe, flags)
     add("weight_norm", engine.weights())
     add(
         "update_norm",

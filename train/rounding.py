@@ -108,7 +108,7 @@ def output_errors(
 @torch.no_grad()
 def rounded(engine: Engine, spec: str, rounding: Rounding) -> Iterator[None]:
     """Compute with rounded weights within the block, then with the exact ones again."""
-    weights = engine.linears()
+    weights = [piece for linear in engine.linears() for piece in linear.pieces]
     # Copied back afterwards: training has to continue with the same bits.
     exact = [weight_OI.to("cpu", copy=True) for weight_OI in weights]
     for weight_OI in weights:

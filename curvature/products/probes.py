@@ -4,52 +4,15 @@ Neither the order of generation nor the sharding nor the model's values enter, s
 a study meet the same probes and differences between them keep only their own noise.
 """
 
-import hashlib
-
 import torch
 from torch import Tensor
 
-BITS_PER_WORD = 64
+from base.random_words import BITS_PER_WORD, words
+
 # What is made at once does not grow with the parameter: on a CPU 1 MB of signs, which stays in its
 # cache; on a GPU, which waits for every launch, 67 million signs. A probe of 7 billion parameters
 # takes 8,700 launches.
 WORDS_PER_CHUNK = {"cpu": 1 << 12, "cuda": 1 << 20}
-MASK = (1 << BITS_PER_WORD) - 1
-
-
-def _signed(value: int) -> int:
-    """Return the int64 of the same 64 bits, which torch multiplies modulo 2^64."""
-    value &= MASK
-    return value - (1 << BITS_PER_WORD) if value >> (BITS_PER_WORD - 1) else value
-
-
-# The increment and the multipliers of SplitMix64, see `words`.
-GOLDEN = _signed(0x9E3779B97F4A7C15)
-MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
-
-
-def _xor_shift(words: Tensor, bits: int) -> Tensor:
-    """Return the words xor their logical right shift. The >> of torch would carry the sign bit."""
-    return words ^ ((words >> bits) & (MASK >> bits))
-
-
-def words(key: str, start: int, stop: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """Return words start..stop-1 of the stream a text names, int64 with 64 random bits each.
-
-    Word i is output i + 1 of SplitMix64 (Steele, Lea, Flood 2014) in state BLAKE2b-64(text), little
-    endian.
-
-    Example: a word is a function of its place alone.
-        >>> words("a stream", 0, 8)[5:].equal(words("a stream", 5, 8))
-        True
-    """
-    state = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-    # The state after n steps is the seed plus n increments: no word needs those before it.
-    counters = torch.arange(start + 1, stop + 1, device=device)
-    mixed = counters * GOLDEN + _signed(state)
-    mixed = _xor_shift(mixed, 30) * MULTIPLIERS[0]
-    mixed = _xor_shift(mixed, 27) * MULTIPLIERS[1]
-    return _xor_shift(mixed, 31)
 
 
 def rademacher(

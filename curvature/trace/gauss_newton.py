@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.products.probes import words
+from base.random_words import words
 
 ROWS = 256  # of logits, in float64, in memory at a time
 

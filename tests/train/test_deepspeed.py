@@ -143,6 +143,7 @@ def train_all(runs_json: str, out: str) -> None:
         for step in range(1, run.total_steps + 1):
             result, figures = observed_step(
                 engine,
+                engine.train_step,
                 batch_of(step).of_replica(engine.replica),
                 learning_rate(run, step),
                 StepResult.is_finite,

@@ -80,7 +80,11 @@ def train_all(root: str, names_json: str) -> None:
         rows, norms = [], dict[str, float]()
         for step in range(1, STEPS + 1):
             result, norms = observed_step(
-                engine, batch_of(step).of_replica(engine.replica), RATE, lambda _: True
+                engine,
+                engine.train_step,
+                batch_of(step).of_replica(engine.replica),
+                RATE,
+                lambda _: True,
             )
             rows.append([result.loss, result.metrics["z_loss"], result.grad_norm])
             if step == FORK:

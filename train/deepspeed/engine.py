@@ -29,7 +29,7 @@ from train.deepspeed.model import (
 from train.deepspeed.setup import deepspeed_config, join
 from train.deepspeed.sharding import Sharding, by_piece
 from train.distributed import with_flags
-from train.engine import Accept, Flags, Snapshot, StepResult
+from train.engine import Accept, Flags, Linear, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.model.attention import attention_kernel
 from train.model.config import hidden_matrices
@@ -220,11 +220,15 @@ class DeepSpeedEngine:
             self.evaluate(batch)
         return record
 
-    def linears(self) -> list[Tensor]:
+    def linears(self) -> list[Linear]:
         """Return the weights of the blocks' linears that the model computes with, live."""
         self._memory.fence()
         names = hidden_matrices(self.run.model)
-        return [weight.detach() for name, weight in self._parameters.items() if name in names]
+        return [
+            Linear(name, (weight.detach(),))
+            for name, weight in self._parameters.items()
+            if name in names
+        ]
 
     @torch.no_grad()
     def record_linears(self, batch: Batch, names: Sequence[str]) -> dict[str, LinearRecord]:

@@ -25,13 +25,14 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.distributed import gathered, with_flags
-from train.engine import Accept, Flags, Snapshot, StepResult
+from train.engine import Accept, Flags, Linear, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.megatron import transformer_engine
 from train.megatron.layers import kernel_of_attention
 from train.megatron.model import (
     global_parameters,
     initialize_groups,
+    linears,
     transformer_config,
     weight_shard,
 )
@@ -46,7 +47,6 @@ from train.megatron.pipeline import Pipeline
 from train.megatron.probing import probe, record_forward, record_linears
 from train.megatron.shards import ShardedSnapshot, read_boxes, read_common, shapes_of
 from train.model import megatron_names
-from train.model.config import hidden_matrices
 from train.run.config import RunConfig
 from train.run.dcp_metadata import read_metadata
 from train.snapshot_memory import SnapshotMemory
@@ -162,17 +162,11 @@ class MegatronEngine:
         with torch.no_grad():
             return record_forward(self._pipeline, batch)
 
-    def linears(self) -> list[Tensor]:
+    def linears(self) -> list[Linear]:
         """Return the weights of this stage's linears that the model computes with, live."""
         self._memory.fence()
         self._pipeline.model.finish_gather()
-        hidden = hidden_matrices(self.run.model)
-        return [
-            parameter.detach()
-            for name, parameter in global_parameters(self._pipeline.model.module).items()
-            # A fused matrix is a hidden one if all HF matrices in it are.
-            if hidden.issuperset(megatron_names.hf_names(name))
-        ]
+        return list(linears(self.run.model, self._pipeline.model.module))
 
     @torch.no_grad()
     def record_linears(self, batch: Batch, names: Sequence[str]) -> dict[str, LinearRecord]:

@@ -4,7 +4,7 @@ OLMo2:   h = x + norm_attn(attention(x));   out = h + norm_mlp(mlp(h));   final 
 Llama:   h = x + attention(norm_attn(x));   out = h + mlp(norm_mlp(h));   final norm, then lm_head
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, get_args
 
@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from train.engine import Linear
 from train.megatron import transformer_engine
 from train.megatron.layers import (
     CausalAttention,
@@ -40,7 +41,7 @@ from train.megatron.layers import (
 from train.megatron.loss import Head
 from train.megatron.weight_gradients import keep_fp32
 from train.model import megatron_names
-from train.model.config import ModelConfig
+from train.model.config import ModelConfig, hidden_matrices
 from train.model.precision import Precision, dtype_of
 from train.run.config import RunConfig
 
@@ -180,6 +181,27 @@ def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
             name = megatron_names.EMBEDDING
         parameters[name] = parameter
     return parameters
+
+
+def linears(config: ModelConfig, model: GPTModel) -> Iterator[Linear]:
+    """Yield this rank's part of every linear of a stage's layers, by its name in HF."""
+    hidden = hidden_matrices(config)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    for name, parameter in global_parameters(model).items():
+        # A fused matrix is a hidden one if all HF matrices in it are.
+        if not hidden.issuperset(megatron_names.hf_names(name)):
+            continue
+        weight, axis = parameter.detach(), megatron_names.shard_axis(name)
+        for hf_name, spans in megatron_names.hf_rows(name, config, size).items():
+            pieces = tuple(weight[begin:end] for begin, end in spans)
+            rows = sum(map(len, pieces))
+            yield Linear(
+                hf_name,
+                pieces,
+                row=rank * rows if axis == 0 else 0,
+                column=rank * weight.shape[1] if axis == 1 else 0,
+            )
 
 
 def weight_shard(name: str, read: Callable[[str], Tensor], model: ModelConfig) -> Tensor:

@@ -24,6 +24,7 @@ from train.model.precision import FP8_RECIPES, Precision
 from train.optimizers import AnyOptimizer
 from train.run.optimization import Ema, Lawa, ScheduleConfig, SmallerBatch, SpikeConfig
 from train.run.parallel import ParallelConfig, ZeroConfig
+from train.run.perturbation import Perturbation
 from train.run.probe import ProbeConfig
 from train.run.saving import SavingConfig
 
@@ -82,6 +83,10 @@ class RunConfig(Frozen):
     base_depth: int = Field(default=4, gt=0, description="num_hidden_layers; completep only")
     schedule: ScheduleConfig
     averages: tuple[Annotated[Lawa | Ema, Field(discriminator="kind")], ...] = ()
+    perturbation: Perturbation | None = Field(
+        default=None,
+        description="of the weights that forward and backward see; the update is of the exact ones",
+    )
     spikes: SpikeConfig | None = None
     branch_from: BranchFrom | None = None
     start_from: StartFrom | None = None
@@ -141,6 +146,7 @@ class RunConfig(Frozen):
 
         self._check_schedule()
         self._check_parametrization()
+        self._check_perturbation()
         for size in self.batch_sizes:
             if size % self.micro_batch_size:
                 raise ValueError(
@@ -190,6 +196,33 @@ class RunConfig(Frozen):
                 "completep scales what a tied head reads by the final norm's weight, and"
                 f" {model.family} has none; set model.tie_word_embeddings to false"
             )
+
+    def _check_perturbation(self) -> None:
+        perturbation = self.perturbation
+        if not perturbation:
+            return
+        if self.precision in FP8_RECIPES:
+            raise ValueError(
+                f"perturbation changes weights that {self.precision} would round again; set"
+                " precision to 'bf16' or remove perturbation"
+            )
+        if perturbation.from_step is None and not self.schedule.anneal:
+            raise ValueError(
+                "perturbation begins with the anneal, and there is none; set perturbation.from_step"
+            )
+        if perturbation.from_step and perturbation.from_step > self.total_steps:
+            raise ValueError(
+                f"perturbation.from_step {perturbation.from_step} is after the last step"
+                f" {self.total_steps}"
+            )
+
+    def perturbed_at(self, step: int) -> bool:
+        """Return whether update `step` computes with changed weights."""
+        anneal = self.schedule.anneal
+        return bool(
+            self.perturbation
+            and self.perturbation.is_active(step, anneal.start_step if anneal else None)
+        )
 
     def _check_engine(self) -> None:
         if self.engine == "megatron":

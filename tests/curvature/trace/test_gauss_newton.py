@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import curvature.trace.gauss_newton as module
+from base.random_words import words
 from base.ranks import ALONE
 from curvature.products.exact import Quadratic
-from curvature.products.probes import words
 from curvature.products.sharing import Sharing
 from curvature.trace.gauss_newton import (
     fisher_loss,

@@ -1,0 +1,57 @@
+"""Random words from a counter-based hash: every word is a pure function of its place.
+
+Neither the order of generation nor the sharding enters, so whoever draws a part of a stream, on
+whatever rank, draws the same words.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+BITS_PER_WORD = 64
+MASK = (1 << BITS_PER_WORD) - 1
+
+
+def _signed(value: int) -> int:
+    """Return the int64 of the same 64 bits, which torch multiplies modulo 2^64."""
+    value &= MASK
+    return value - (1 << BITS_PER_WORD) if value >> (BITS_PER_WORD - 1) else value
+
+
+# The increment and the multipliers of SplitMix64, see `words`.
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+
+
+def _xor_shift(words: Tensor, bits: int) -> Tensor:
+    """Return the words xor their logical right shift. The >> of torch would carry the sign bit."""
+    return words ^ ((words >> bits) & (MASK >> bits))
+
+
+def words(key: str, start: int, stop: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """Return words start..stop-1 of the stream a text names, int64 with 64 random bits each.
+
+    Word i is output i + 1 of SplitMix64 (Steele, Lea, Flood 2014) in state BLAKE2b-64(text), little
+    endian.
+
+    Example: a word is a function of its place alone.
+        >>> words("a stream", 0, 8)[5:].equal(words("a stream", 5, 8))
+        True
+    """
+    return words_at(key, torch.arange(start, stop, device=device))
+
+
+def words_at(key: str, places: Tensor) -> Tensor:
+    """Return the words at some places, int64 of any shape, of the stream a text names.
+
+    Example: the words of the second row of a matrix of 4 columns.
+        >>> words_at("a stream", torch.tensor([4, 5, 6, 7])).equal(words("a stream", 4, 8))
+        True
+    """
+    state = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    # The state after n steps is the seed plus n increments: no word needs those before it.
+    mixed = (places + 1) * GOLDEN + _signed(state)
+    mixed = _xor_shift(mixed, 30) * MULTIPLIERS[0]
+    mixed = _xor_shift(mixed, 27) * MULTIPLIERS[1]
+    return _xor_shift(mixed, 31)
