@@ -8,6 +8,7 @@ import typer
 
 from base.cli import command_group, quick_imports, run_command
 from base.errors import UserError
+from train.run.optimization import Shape
 
 # Heavy libraries are imported within the commands, after what can be refused without them.
 app = command_group(__doc__)
@@ -79,8 +80,14 @@ def average(
     window: Annotated[
         int | None, typer.Option(min=2, help="LAWA: the uniform mean of every N consecutive inputs")
     ] = None,
+    decay: Annotated[
+        Shape | None,
+        typer.Option(
+            help="weights that emulate a learning rate decayed from the first input to the last"
+        ),
+    ] = None,
 ) -> None:
-    """Average models: uniform by default (a soup), weighted, or LAWA windows.
+    """Average models: uniform by default (a soup), weighted, LAWA windows, or an emulated decay.
 
     Example: python -m ckpt_tools average runs/tiny/lr3e-3/lawa --window 5 runs/tiny/lr3e-3/hf/step*
     """
@@ -88,7 +95,7 @@ def average(
     with quick_imports():
         from ckpt_tools.averaging import average_models
 
-    average_models(out, inputs, weights=weights, window=window)
+    average_models(out, inputs, weights=weights, window=window, decay=decay)
 
 
 @app.command()

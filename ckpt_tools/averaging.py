@@ -1,4 +1,4 @@
-"""Averages of models as HF directories: soups, weighted means and LAWA windows.
+"""Averages of models as HF directories: soups, weighted means, LAWA windows, emulated decays.
 
 `average_models` is the command. The models are opened, hash-checked and compared with each other
 (`open_inputs`), then summed some rows at a time (`AveragedWeights`), in memory that does not grow
@@ -12,8 +12,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -22,6 +23,7 @@ from torch import Tensor
 from base.errors import UserError, explain_validation
 from base.files import FileRecord, sha256_of
 from base.progress import Progress
+from ckpt_tools.emulated_decay import decay_coefficients, describe_decay
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.parallel import each, hash_in_parallel, is_whole, verify_in_parallel
@@ -49,13 +51,14 @@ from ckpt_tools.hf.forward import (
 )
 from ckpt_tools.hf.model import read_hf_config
 from train.model.families import ARCHITECTURES
-from train.run.optimization import Ema, Lawa
+from train.run.optimization import Ema, Lawa, Shape
 
 METHODS = {
     "uniform": "uniform mean",
     "weighted": "weighted mean",
     "lawa": "LAWA window, the uniform mean",
 }
+DECAY: dict[str, Shape] = {f"decay-{shape}": shape for shape in get_args(Shape)}  # by method
 SANITY_TOKENS = 8
 CANCELLED = 1e-6  # a sum of factors this small beside their magnitudes is the rounding of 0
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}  # of config.json
@@ -67,6 +70,7 @@ def average_models(
     *,
     weights: str | None = None,
     window: int | None = None,
+    decay: Shape | None = None,
 ) -> None:
     """Write the average of models as an HF directory; its lineage.json comes last.
 
@@ -81,12 +85,14 @@ def average_models(
         weights: comma-separated factors. A negative one extrapolates away from its input; the sum
             must be positive.
         window: number of inputs in a LAWA window.
+        decay: of the learning rate from the first input to the last, which are exports of one run;
+            the average emulates it (`ckpt_tools.emulated_decay`).
 
     Raises:
         UserError: an input is damaged or does not fit the others, an option is impossible, the
             average is not finite, or `out` is something else.
     """
-    method, factors = _factors(len(inputs), weights, window)
+    method, factors = _factors(inputs, weights, window, decay)
 
     # Bad targets are refused before a model is read.
     names = [f"lawa{window}-{path.resolve().name}" for path in inputs[len(factors) - 1 :]]
@@ -120,7 +126,10 @@ def describe(lineage: dict[str, Any]) -> str | None:
         'EMA, decay 0.9 every 1 steps'
     """
     if lineage["kind"] == "average":
-        return f"{METHODS[lineage['method']]} of {len(lineage['coefficients'])} models"
+        method = lineage["method"]
+        if method in DECAY:
+            return describe_decay(lineage["steps"], DECAY[method])
+        return f"{METHODS[method]} of {len(lineage['coefficients'])} models"
     match lineage.get("average"):
         case None:
             return None
@@ -132,11 +141,20 @@ def describe(lineage: dict[str, Any]) -> str | None:
             raise UserError(f"lineage.json has an average of no known kind ({other}); {REMAKE}")
 
 
-def _factors(count: int, weights: str | None, window: int | None) -> tuple[str, tuple[float, ...]]:
-    """Return method and factors for `count` inputs."""
+def _factors(
+    inputs: list[Path], weights: str | None, window: int | None, decay: Shape | None
+) -> tuple[str, tuple[float, ...]]:
+    """Return method and factors for the inputs."""
+    count = len(inputs)
     if count < 2:
         raise UserError(f"{count} input(s), an average needs 2 or more; give HF directories")
 
+    if decay is not None:
+        if weights is not None or window is not None:
+            raise UserError(
+                "--decay fixes the weights of all inputs; leave --weights and --window out"
+            )
+        return f"decay-{decay}", decay_coefficients(_steps_of_one_run(inputs), decay)
     if window is not None:
         if weights is not None or not 2 <= window <= count:
             raise UserError(
@@ -170,6 +188,32 @@ def _parse_weights(weights: str, count: int) -> tuple[float, ...]:
             " positive sum"
         )
     return factors
+
+
+def _steps_of_one_run(paths: list[Path]) -> list[int]:
+    """Return the steps of exports of one run; UserError unless they are such, oldest first."""
+    facts = []
+    for path in paths:
+        lineage, _ = read_lineage(path) or ({}, {})
+        facts.append(_facts(path, lineage))
+        if not {"run", "fingerprint", "step"} <= facts[-1].keys():
+            raise UserError(
+                f"{path} has no lineage.json with a run and a step of it, by which --decay weighs;"
+                " give exports of one run"
+            )
+        if describe(lineage):
+            raise UserError(f"{path} is an average itself; give the run's own weights to --decay")
+
+    if len({fact["fingerprint"] for fact in facts}) > 1:
+        names = ", ".join(dict.fromkeys(fact["run"] for fact in facts))
+        raise UserError(f"the inputs are of several runs ({names}); give --decay exports of one")
+    steps = [fact["step"] for fact in facts]
+    if any(later <= earlier for earlier, later in pairwise(steps)):
+        raise UserError(
+            f"the steps {', '.join(map(str, steps))} do not rise; give --decay each once, oldest"
+            " first"
+        )
+    return steps
 
 
 def _make(out: Path, method: str, factors: tuple[float, ...], inputs: list[AveragingInput]) -> None:
@@ -286,12 +330,6 @@ def _open(path: Path) -> AveragingInput:
     download = read_download(path)
     recorded = recorded | (download.files if download else {})
     verify_in_parallel(path, recorded, f"restore {path}, or make it again")
-    try:
-        facts = Facts.model_validate(lineage)
-    except ValidationError as error:
-        raise explain_validation(str(path / LINEAGE_JSON), error) from None
-    # The run of an import is not ours.
-    fields = {"step", "tokens"} if lineage.get("imported") else None
     origin = download.model_dump(include={"repo", "revision", "commit"}) if download else {}
     weights = HFWeights(path)
     return AveragingInput(
@@ -299,8 +337,19 @@ def _open(path: Path) -> AveragingInput:
         weights=weights,
         dtype=dtype_of(weights, tuple(DTYPES), path),
         files=hash_in_parallel(path, [file.name for file in weight_files(path)], recorded),
-        facts=origin | facts.model_dump(exclude_none=True, include=fields),
+        facts=origin | _facts(path, lineage),
     )
+
+
+def _facts(path: Path, lineage: dict[str, Any]) -> dict[str, Any]:
+    """Return the origin of a model by its lineage, as far as it is recorded."""
+    try:
+        facts = Facts.model_validate(lineage)
+    except ValidationError as error:
+        raise explain_validation(str(path / LINEAGE_JSON), error) from None
+    # The run of an import is not ours.
+    fields = {"step", "tokens"} if lineage.get("imported") else None
+    return facts.model_dump(exclude_none=True, include=fields)
 
 
 def _check_agreement(first: AveragingInput, other: AveragingInput) -> None:

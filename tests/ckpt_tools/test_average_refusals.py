@@ -65,6 +65,17 @@ def told(step: Any) -> Change:
     return lambda root: reseal(root / path, json.loads((root / path).read_text()) | {"step": step})
 
 
+def exported(a: int, b: int, **changes: Any) -> Change:
+    """Exports of one run at these steps, b with changes of its lineage."""
+
+    def spoil(root: Path) -> None:
+        facts = {"kind": "export", "run": "stable", "fingerprint": "ab"}
+        seal_export(root / "a", **facts, step=a)
+        seal_export(root / "b", **facts | {"step": b} | changes)
+
+    return spoil
+
+
 def pickles_only(root: Path) -> None:
     torch.save(load_file(root / "a" / "model.safetensors"), root / "a" / "pytorch_model.bin")
     (root / "a" / "model.safetensors").unlink()
@@ -136,6 +147,16 @@ REFUSALS: dict[str, tuple[Change, dict[str, Any], str]] = {
     "cancels": (nothing, {"inputs": ["a", "b", "c"], "weights": "0.1,0.2,-0.3"}, "finite numbers with a positive sum"),
     "negative": (nothing, {"weights": "1,-2"}, "finite numbers with a positive sum"),
     "window": (nothing, {"window": 3}, "a window of 3 for 2 inputs"),
+    "decay of one": (nothing, {"inputs": ["b"], "decay": "sqrt"}, "1 input(s), an average needs 2 or more"),
+    "decay without steps": (nothing, {"decay": "sqrt"}, "root/a has no lineage.json with a run and a step of it"),
+    "decay weighted": (nothing, {"decay": "sqrt", "weights": "1,1"}, "leave --weights and --window out"),
+    "decay in windows": (nothing, {"decay": "sqrt", "window": 2}, "leave --weights and --window out"),
+    "decay at a step": (exported(a=7, b=7), {"decay": "sqrt"}, "the steps 7, 7 do not rise"),
+    "decay backwards": (exported(a=8, b=7), {"decay": "sqrt"}, "the steps 8, 7 do not rise"),
+    "decay of runs": (exported(a=6, b=7, run="other", fingerprint="cd"), {"decay": "sqrt"}, "several runs (stable, other)"),
+    "decay of an import": (exported(a=6, b=7, imported={"source": "hub"}), {"decay": "sqrt"}, "root/b has no lineage.json with a run"),
+    "decay of averages": (exported(a=6, b=7, average={"kind": "ema", "decay": 0.9, "steps": [7]}),
+                          {"decay": "sqrt"}, "root/b is an average itself"),
     "names": (lambda root: shutil.copytree(root / "a", root / "c" / "b"), {"inputs": ["a", "b", "c/b"], "window": 2},
               "two inputs have the same name"),
 }  # fmt: skip
