@@ -316,6 +316,7 @@ class Study(Showable):
                     step,
                     soup.name,
                     tuple(str(hf_directory(run.name, MeasuredModel(each))) for each in soup.steps),
+                    soup.decay,
                 )
                 for soup in self.soups
                 if soup.steps[-1] == step and soup.is_of(run)

@@ -8,6 +8,7 @@ from ckpt_tools.hf.directory import DOWNLOAD_JSON, LINEAGE_JSON, RESULT_JSON
 from study.axes import AnyRun
 from study.released import ReleasedRevision, ReleasedRun, lawa_name
 from train.run.directory import RunDirectory, step_name
+from train.run.optimization import Shape
 
 MLFLOW_STORE = "mlflow.db"  # beside all studies of a root
 REPORT = "report.html"  # in a study's directory
@@ -24,6 +25,7 @@ class MeasuredModel(NamedTuple):
     average: str | None = None  # its name: lawa5x500 of one kept in training, lawa5, or a soup's
     # HF directories below the study that it is made of; empty: training kept it
     members: tuple[str, ...] = ()
+    decay: Shape | None = None  # of the learning rate, emulated by their mean
     revision: str | None = None  # of a released model
 
 

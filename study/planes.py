@@ -41,7 +41,7 @@ def point_of(text: str, models: Mapping[str, Sequence[MeasuredModel]]) -> StudyP
 
     >>> models = {"lr1": [MeasuredModel(8), MeasuredModel(8, "lawa5x2")]}
     >>> point_of("lr1@8/lawa5x2/rtn-b4-g32", models)[1:]
-    (MeasuredModel(step=8, average='lawa5x2', members=(), revision=None), 'rtn-b4-g32')
+    (MeasuredModel(step=8, average='lawa5x2', members=(), decay=None, revision=None), 'rtn-b4-g32')
     """
     run, separator, rest = text.partition("@")
     if not separator:

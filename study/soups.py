@@ -6,15 +6,24 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from base.frozen import NAME_PATTERN, Frozen
+from ckpt_tools.emulated_decay import describe_decay
 from train.run.config import RunConfig
+from train.run.optimization import Shape
 
 
 class SoupSettings(Frozen):
-    """A model soup (arXiv 2203.05482): the uniform mean of exported checkpoints of each run."""
+    """A model soup (arXiv 2203.05482): a mean of exported checkpoints of each run."""
 
     name: str = Field(pattern=NAME_PATTERN)
     steps: tuple[int, ...] = Field(
         min_length=2, description="permanent checkpoints that are averaged, rising"
+    )
+    decay: Shape | None = Field(
+        default=None,
+        description=(
+            "shape of the learning rate's decay from the first step to the last that the weights of"
+            " the mean emulate (arXiv 2507.17634); None: the uniform mean"
+        ),
     )
 
     @model_validator(mode="after")
@@ -27,6 +36,8 @@ class SoupSettings(Frozen):
 
     def describe(self) -> str:
         """Return the soup in words: 'soup of steps 560, 592 and 640'."""
+        if self.decay:
+            return describe_decay(self.steps, self.decay)
         *before, last = map(str, self.steps)
         return f"soup of steps {', '.join(before)} and {last}"
 

@@ -139,10 +139,12 @@ def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
         places = (hf_directory(run.name, model), *model.members)
         made_by = "download" if isinstance(run, ReleasedRun) else "export"
         members = [Path(member).parts for member in model.members]  # RUN/hf/MODEL
+        weighing = ("--decay", model.decay) if model.decay else ()
         return Step(
             f"average-{name}",
             "average",
-            python("ckpt_tools", "average", *(f"{{study}}/{directory}" for directory in places)),
+            python("ckpt_tools", "average", *(f"{{study}}/{directory}" for directory in places))
+            + weighing,
             outputs,
             tuple(f"{made_by}-{whose}-{member}" for whose, _, member in members),
             run=run.name,

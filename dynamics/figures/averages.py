@@ -14,7 +14,7 @@ from study.measurements.curvature import RELATIVE
 from study.measurements.quantization import CROSS_ENTROPY, QUANTIZED_LOSS, RELATIVE_ERROR
 from study.measurements.titles import spec_title
 from study.released import ReleasedRun
-from study.results.averages import SOUP, Averaging, averagings_of, lowest_spec
+from study.results.averages import Averaging, averagings_of, lowest_spec
 
 SHARPNESS = Quantity("relative trace of the Hessian", NATS)
 PAIRED = (*AXES.values(), SHARPNESS)  # columns with bars
@@ -64,7 +64,7 @@ def averages(canvas: Canvas) -> Drawn | None:
         if (rows := _rows(canvas, made, quantity, name, panel))
     ]
     # one for all panels, which share their scales: curvature may be measured of fewer models
-    soups = {PUBLISHED, *(average.label(made) for average in made if average.kind == SOUP)}
+    soups = {PUBLISHED, *(average.label(made) for average in made if average.is_soup)}
     styles = _styles([row["series"] for _, rows in by_panel for row in rows], soups)
     panels = [
         (rows, _panel(canvas, rows, quantity, columns, styles)) for quantity, rows in by_panel

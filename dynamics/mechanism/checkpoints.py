@@ -102,7 +102,7 @@ class Averaged(NamedTuple):
     """An average of weights.
 
     Attributes:
-        kind: LAWA, EMA or soup.
+        kind: LAWA, EMA, soup or decay-equivalent average.
         training: whose it is.
         row: its own.
         weights: the row of the weights at its step; None where there is none.

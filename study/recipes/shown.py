@@ -75,8 +75,7 @@ def summary(study: Study, *, whole: bool = False) -> Iterator[str]:
         steps = ", ".join(map(str, study.averaged_steps))
         yield from _wrapped("averages", f"{', '.join(averages)} at {steps}, quantized")
     for soup in study.soups:
-        steps = ", ".join(map(str, soup.steps))
-        yield from _wrapped(soup.name, f"the mean of the checkpoints at {steps}, quantized")
+        yield from _wrapped(soup.name, f"{soup.describe()}, quantized")
     for run in study.runs:
         if isinstance(run, ReleasedRun) and run.averages_in_words:
             yield from _wrapped(f"averages of {run.name}", "; ".join(run.averages_in_words))

@@ -1,7 +1,7 @@
 """Averages of weights beside the weights themselves, and beside annealed weights.
 
 Kept in training (LAWA windows, EMAs), of consecutive released revisions (LAWA), and soups of
-exported checkpoints or released revisions.
+exported checkpoints or released revisions, uniform or by an emulated decay.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,15 +10,14 @@ from typing import NamedTuple
 from quant_eval.specs import parse_spec
 from study.axes import AnyRun
 from study.definition import Study
-from study.released import ReleasedRun, ReleasedSoup, describe_lawa, lawa_name
+from study.released import ReleasedRun, describe_lawa, lawa_name
 from study.results.collect import phase_of
 from study.results.summary import Rows, in_order
 from study.results.table import Row
-from study.soups import SoupSettings
 from train.run.config import RunConfig
 from train.run.optimization import Ema, Lawa
 
-LAWA, SOUP = "LAWA", "soup"
+LAWA, SOUP, DECAY = "LAWA", "soup", "decay-equivalent average"
 
 
 def kept_averages(study: Study) -> list[Lawa | Ema]:
@@ -27,11 +26,20 @@ def kept_averages(study: Study) -> list[Lawa | Ema]:
 
 
 class Averaging(NamedTuple):
-    """One way of averaging: its name in the table, its kind (LAWA, EMA or soup), and in words."""
+    """One way of averaging: its name in the table, its kind, and in words.
+
+    Attributes:
+        kind: LAWA, EMA, soup, or of a soup by an emulated decay: decay-equivalent average.
+    """
 
     name: str
     kind: str
     words: str
+
+    @property
+    def is_soup(self) -> bool:
+        """Made of exports, at the last of them alone."""
+        return self.kind in (SOUP, DECAY)
 
     def label(self, others: Sequence["Averaging"]) -> str:
         """Return 'LAWA', or the whole name where `others` holds a second of its kind."""
@@ -44,15 +52,17 @@ def averagings_of(study: Study) -> list[Averaging]:
     """Return how weights are averaged in a study, each once and soups last."""
     released = [run for run in study.runs if isinstance(run, ReleasedRun)]
     windows = dict.fromkeys(window for run in released for window in run.windows)
-    soups: list[SoupSettings | ReleasedSoup] = list(study.soups)
-    soups += [soup for run in released for soup in run.soups]
     return [
         *(
             Averaging(kept.name, kept.kind.upper(), kept.describe())
             for kept in kept_averages(study)
         ),
         *(Averaging(lawa_name(window), LAWA, describe_lawa(window)) for window in windows),
-        *(Averaging(soup.name, SOUP, soup.describe()) for soup in soups),
+        *(
+            Averaging(soup.name, DECAY if soup.decay else SOUP, soup.describe())
+            for soup in study.soups
+        ),
+        *(Averaging(soup.name, SOUP, soup.describe()) for run in released for soup in run.soups),
     ]
 
 
@@ -68,7 +78,7 @@ def compared_models(study: Study, rows: Rows) -> Iterator[tuple[str, str, Row]]:
     """
     averages = averagings_of(study)
     titles = {average.name: average.words for average in averages}
-    soups = {average.name for average in averages if average.kind == SOUP}
+    soups = {average.name for average in averages if average.is_soup}
     for run in in_order(study):
         of_run = [row for row in rows if row["run"] == run.name]
         averaged = [row for row in of_run if row["average"]]
@@ -100,12 +110,18 @@ class Made(NamedTuple):
     step: int | None = None
 
     def end_of(self, study: Study, run: AnyRun) -> tuple[str, int] | None:
-        """Return run and step of it, of this run or its parent; None where the study has none."""
+        """Return run and step of it; None where the study has none.
+
+        It is of this run, its parent or, at a step, the control: trained as long, without anneal.
+        """
         if isinstance(run, ReleasedRun):
             return None
         path = [(run, run.total_steps)]
         if run.branch_from:
             path.append((study.parent_of(run), run.branch_from.step))
+        control = study.control_of(run)
+        if control and self.step:
+            path.append((control, run.total_steps))
         for trained, last in path:
             # The last one that fits; a branch looks in its parent up to where it left it.
             for model in reversed(study.models_of(trained)):

@@ -16,3 +16,8 @@ def chart_of(drawing: Drawn) -> dict[str, Any]:
     """Its chart, which is none of matplotlib's pictures."""
     assert isinstance(drawing.chart, dict)
     return drawing.chart
+
+
+def layers_of(chart: dict[str, Any]) -> list[dict[str, Any]]:
+    """A chart and all of its layers, those of layers too."""
+    return [chart, *(inner for layer in chart.get("layer", []) for inner in layers_of(layer))]

@@ -37,7 +37,7 @@ from study.paths import slice_result
 from study.released import ReleasedRevision, ReleasedRun
 from study.report.tables import shown_methods
 from study.results.table import Row
-from tests.dynamics.drawing import chart_of, drawn
+from tests.dynamics.drawing import chart_of, drawn, layers_of
 from tests.present import present
 from tests.sealing import edited
 from tests.study.synthetic import table_of, write_study
@@ -120,10 +120,6 @@ def test_bars_are_from_the_low_end_to_the_high_one(branched):
     bars = [layer for layer in layers_of(panel) if layer.get("mark", {}).get("type") == "rule"]
     assert [bar["encoding"]["y"]["field"] for bar in bars] == [f"{DIVERGENCE_AXIS.label}, low"]
     assert bars[0]["encoding"]["y2"]["field"] == f"{DIVERGENCE_AXIS.label}, high"
-
-
-def layers_of(chart: dict) -> list[dict]:
-    return [chart, *(inner for layer in chart.get("layer", []) for inner in layers_of(layer))]
 
 
 def test_a_branch_starts_at_its_parents_checkpoint(branched):

@@ -51,7 +51,7 @@ def test_list_show_and_status(study_dir, study):
     assert "methods rtn-b3-g32, int8-t6" in shown
     assert "by_block gptq-b3-g32" in shown
     assert "averages: lawa5x4 at 72, quantized" in shown
-    assert "soup-anneal: the mean of the checkpoints at 48, 72, quantized" in shown
+    assert "soup-anneal: soup of steps 48 and 72, quantized" in shown
     status = printed("status", "tiny", "--root", study_dir.parent)
     # results alone do not make a step complete: nothing says which command left them
     assert "train      0/4  next: train-lr1e-3: waits for prepare-train" in status

@@ -7,13 +7,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ckpt_tools.export import export
+from quant_eval.probing import round_by_names
 from tests.ckpt_tools.checkpoints import read_weights
 from tests.runs import make_run, ranks, succeed
 from tests.train.trajectories import assert_same, copy_until, numbers, shard_hashes
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
 from train.run.directory import RunDirectory, read_checkpoint_record
-from train.run.optimization import CosinePhase, Ema, Lawa, ScheduleConfig
+from train.run.optimization import (
+    Anneal,
+    ConstantPhase,
+    CosinePhase,
+    Ema,
+    Lawa,
+    ScheduleConfig,
+)
+from train.run.perturbation import Qat
 from train.run.saving import SavingConfig
 
 LAWA, EMA = Lawa(interval_steps=2, window=3), Ema(decay=0.8, interval_steps=3)
@@ -112,3 +121,29 @@ def test_averages_go_on_bit_for_bit_after_a_resume(averaged, tmp_path, last):
         for name in ("lawa3x2", "ema0.8x3"):
             average = again.average_checkpoint(name, step)
             assert shard_hashes(average) == shard_hashes(whole.average_checkpoint(name, step))
+
+
+def test_averages_under_qat_are_of_exact_weights(inputs, tmp_path):
+    """Not of the rounded ones that the updates were computed at."""
+    directory = RunDirectory(tmp_path / "run")
+    schedule = ScheduleConfig(warmup_tokens=256, phase=ConstantPhase(), anneal=Anneal(start_step=2))
+    make_run(
+        directory.path, **inputs, averages=(Lawa(interval_steps=2, window=2),),
+        perturbation=Qat(spec="rtn-b3-g32"), schedule=schedule, total_steps=6, save_steps=(4, 6),
+    )  # fmt: skip
+    succeed(ranks(1, "train", "run", str(directory.path)))
+    earlier, later, average = (
+        read_weights(path)
+        for path in (
+            *(directory.checkpoint(step) for step in (4, 6)),
+            directory.average_checkpoint("lawa2x2", 6),
+        )
+    )
+    for name, weight in average.items():
+        mean = (earlier[name].double() + later[name].double()) / 2
+        assert torch.equal(weight, mean.float()), name
+    for name in ("q_proj", "down_proj"):
+        key = next(key for key in average if f"{name}.weight" in key)
+        for weight_OI in (later[key], average[key]):
+            (rounded_OI,) = round_by_names(["rtn-b3-g32"], weight_OI, None, key)
+            assert (rounded_OI != weight_OI).float().mean() > 0.9, name
