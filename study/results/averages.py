@@ -38,7 +38,7 @@ class Averaging(NamedTuple):
 
     @property
     def is_soup(self) -> bool:
-        """Made of exports, at the last of them alone."""
+        """Return whether it is made of exports, at the last of them alone."""
         return self.kind in (SOUP, DECAY)
 
     def label(self, others: Sequence["Averaging"]) -> str:

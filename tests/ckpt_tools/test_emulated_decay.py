@@ -5,7 +5,7 @@ from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def rates(shape: Shape | None) -> Array:
     """The learning rate of each update after START, by a run's schedule; None: without anneal."""
     anneal = Anneal(start_step=START, shape=shape) if shape else None
     schedule = ScheduleConfig(warmup_tokens=0, phase=ConstantPhase(), anneal=anneal)
-    run = SimpleNamespace(
+    run: Any = SimpleNamespace(
         tokens_at=int, schedule=schedule, optimizer=AdamW(peak_lr=RATE), total_steps=END
     )
     return np.array([learning_rate(run, step) for step in range(START + 1, END + 1)])
@@ -52,11 +52,8 @@ def descend(rates_T: Array, noise_TD: Array) -> tuple[dict[int, Array], Array]:
 
 
 def merged(weights_by_step: dict[int, Array], steps: tuple[int, ...], shape: Shape) -> Array:
-    coefficients = decay_coefficients(steps, shape)
-    return sum(
-        coefficient * weights_by_step[step]
-        for step, coefficient in zip(steps, coefficients, strict=True)
-    )
+    coefficients = np.array(decay_coefficients(steps, shape))
+    return coefficients @ np.array([weights_by_step[step] for step in steps])
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +107,7 @@ def test_coefficients_are_shares(shape):
         steps = sorted(random.choice(3000, count, replace=False).tolist())
         coefficients = decay_coefficients(steps, shape)
         assert min(coefficients) >= 0
-        assert abs(sum(map(Fraction, coefficients)) - 1) < 1e-15, steps
+        assert abs(float(sum(map(Fraction, coefficients))) - 1) < 1e-15, steps
 
 
 def test_a_linear_decay_is_the_trapezoidal_mean():

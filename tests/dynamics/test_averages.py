@@ -65,7 +65,7 @@ def rows(directory, study) -> list[Any]:
 
 
 def test_arms_end_at_equal_tokens(study, rows):
-    """Of a run its weights, what it keeps, and the soups whose steps it saves."""
+    """A run has its weights, what it keeps, and the soups whose steps it saves."""
     ends: dict[str, list[Any]] = {}
     for row in rows:
         if row["tokens"] == 400 * study.trained[0].tokens_per_step:
