@@ -1,26 +1,30 @@
 """The peak learning rate by its quantization error at equal loss, and by its quantized loss.
 
-At equal loss, the error of each run is read off its own checkpoints: between two of them the
-logarithm of the error is linear in the full-precision loss. As a weighted sum of the rows of those
-two, with the weights that keep the value and its first-order error (delta method), it has the
-interval and the paired tests of any other. The losses decide the weights and are taken as known.
+At equal loss, the error of each run is read off its own checkpoints (`mechanism.equal_loss`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import NamedTuple
 
 from base.errors import UserError
 from base.statistics import INTERVAL_LEVEL, holm
 from dynamics.claims.data import alike
+from dynamics.mechanism.equal_loss import (
+    Crossing,
+    crossing,
+    interpolated,
+    loss_column,
+    measured_path,
+    shared_losses,
+)
 from quant_eval.estimate import Estimate
 from study.axes import amount_name
 from study.claims.verdict import Evidence, Measure, NotTested
 from study.measurements.kind import Column
-from study.measurements.quantization import CROSS_ENTROPY, QUANTIZED_LOSS
+from study.measurements.quantization import QUANTIZED_LOSS
 from study.results.paired import Paired, Weighted
-from study.results.summary import RunSummary, enumeration, left_out, lineage
-from study.results.table import Row, trained
+from study.results.summary import RunSummary, enumeration, left_out
 from train.run.config import RunConfig
 
 
@@ -74,14 +78,6 @@ def _differences(low: Sequence[Weighted], high: Sequence[Weighted]) -> list[Weig
 Sweep = dict[float, list[RunSummary]]  # by peak learning rate an end for every seed
 
 
-class Crossing(NamedTuple):
-    """Two neighbouring rows of a run, and the share of the way from one loss to the other."""
-
-    first: Row
-    second: Row
-    share: float
-
-
 class Answer(NamedTuple):
     """Peak learning rates ranked by one quantity.
 
@@ -123,20 +119,8 @@ def at_equal_loss(measure: Measure, sweep: Sweep, loss: float | None = None) -> 
         NotTested: they share none, or a run has fewer than two measured checkpoints or an error
             there that is not positive.
     """
-    loss_column = measure.by(figure=CROSS_ENTROPY).column
-    paths = {
-        peak: [_measured(measure, end, loss_column) for end in ends] for peak, ends in sweep.items()
-    }
-
-    # the losses that every run has passed
-    losses = [[row[loss_column] for row in path] for of_peak in paths.values() for path in of_peak]
-    # Every run has passed what lies between the highest minimum and the lowest maximum.
-    low, high = max(map(min, losses)), min(map(max, losses))
-    if low > high:
-        raise NotTested(
-            f"the runs share no loss: one ends at {low:.4f}, another begins at {high:.4f} nats per"
-            " token"
-        )
+    paths = {peak: [measured_path(measure, end) for end in ends] for peak, ends in sweep.items()}
+    low, high = shared_losses(measure, [path for of_peak in paths.values() for path in of_peak])
     if loss is not None and not low <= loss <= high:
         raise UserError(
             f"--loss {loss:g} is outside {low:.4f} to {high:.4f} nats per token, the losses that"
@@ -148,7 +132,7 @@ def at_equal_loss(measure: Measure, sweep: Sweep, loss: float | None = None) -> 
     # of each peak the figure there, seed by seed
     choices = {}
     for peak, of_peak in paths.items():
-        crossings = [crossing(path, loss_column, at) for path in of_peak]
+        crossings = [crossing(path, loss_column(measure), at) for path in of_peak]
         choices[_label(peak, crossings)] = [
             interpolated(each, measure.column) for each in crossings
         ]
@@ -179,65 +163,11 @@ def at_equal_tokens(measure: Measure, sweep: Sweep) -> Answer:
     )
 
 
-def crossing(rows: Sequence[Row], loss_column: str, loss: float) -> Crossing:
-    """Return the neighbours between which the loss passes a value, the last time that it does.
-
-    Raises:
-        NotTested: it never does.
-
-    Example: 2.25 is three quarters of the way from 3 to 2.
-        >>> crossing([{"loss": 4.0}, {"loss": 3.0}, {"loss": 2.0}], "loss", 2.25).share
-        0.75
-    """
-    # From the end: a loss that goes up and down passes the value several times.
-    for first, second in reversed(list(pairwise(rows))):
-        start, end = first[loss_column], second[loss_column]
-        if min(start, end) <= loss <= max(start, end):
-            return Crossing(first, second, 1.0 if start == end else (loss - start) / (end - start))
-    raise NotTested(f"{rows[-1]['run']} does not pass a loss of {loss:.4f}")
-
-
-def interpolated(at: Crossing, column: str) -> Weighted:
-    """Return the weights of the two rows in the column between them.
-
-    log e is linear in the loss: e = e1^(1 - s) e2^s with the share s. Its derivatives by e1 and e2
-    are the weights, e (1 - s) / e1 and e s / e2, and the sum is e itself.
-
-    Raises:
-        NotTested: an error is not positive.
-
-    Example: half of the way from 1 to 4 is 2 = 1 x 1 + 4 x 0.25.
-        >>> weighted = interpolated(Crossing({"error": 1.0}, {"error": 4.0}, 0.5), "error")
-        >>> [weight for row, weight in weighted]
-        [1.0, 0.25]
-    """
-    first, second, share = at
-    # Noise may take a small error below 0, where it has no logarithm.
-    if min(first[column], second[column]) <= 0:
-        raise NotTested(
-            f"{column} of {first['run']} is not positive at step {first['step']} or"
-            f" {second['step']} and has no logarithm: measure on more text"
-        )
-    value = first[column] ** (1 - share) * second[column] ** share
-    shares = ((first, 1 - share), (second, share))
-    # Times e_i this is e x share, so the weighted sum of both rows is e, as said above.
-    return [(row, value * part / row[column]) for row, part in shares if part]
-
-
 def _label(peak: float, crossings: Sequence[Crossing]) -> str:
     """Return '0.01 (anneal phase, 1.2M tokens)', the place of the first seed."""
     first, second, share = crossings[0]
     tokens = (1 - share) * first["tokens"] + share * second["tokens"]
     return f"{peak:g} ({second['phase']} phase, {amount_name(tokens).upper()} tokens)"
-
-
-def _measured(measure: Measure, end: RunSummary, *others: str) -> list[Row]:
-    """Return the checkpoints that led to an end, those that are measured."""
-    path = trained(lineage(measure.evidence.study, measure.evidence.rows, end.run))
-    rows = [row for row in path if None not in [row[name] for name in (measure.column, *others)]]
-    if len(rows) < 2:
-        raise NotTested(f"{end.label} has {len(rows)} measured checkpoints, a line takes 2")
-    return rows
 
 
 def answers(evidence: Evidence, loss: float | None = None) -> list[Answer]:

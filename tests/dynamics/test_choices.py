@@ -18,10 +18,9 @@ from dynamics.choices.learning_rate import (
     answers,
     at_equal_loss,
     at_equal_tokens,
-    crossing,
-    interpolated,
     sweeps,
 )
+from dynamics.mechanism.equal_loss import crossing, interpolated
 from study.claims.verdict import Evidence, Measure, NotTested
 from study.definition import load_study, save_study
 from study.measurements.quantization import QUANTIZED_LOSS, RELATIVE_ERROR
