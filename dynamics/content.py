@@ -73,6 +73,11 @@ CONTENT = Content(
         "flatness:by_formula",
         "sweep:methods",
         "sweep:bits",
+        "interventions:interventions",
+        "interventions:widths",
+        "interventions:qat_averages",
+        "convergence:convergence",
+        "outliers:outliers",
     ),
     sentences=(
         "dynamics.choices.learning_rate:learning_rate_line",

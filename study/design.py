@@ -1,6 +1,7 @@
 """The design of a study: replicates, runs that differ in their seed alone, and controls.
 
 A control is what an annealed run is compared with: the same run at equal tokens without its anneal.
+An intervention is compared with the same run without its perturbation.
 Replicates show the noise between trainings, which no interval over text holds.
 """
 
@@ -49,6 +50,21 @@ def control_among(runs: Iterable[RunConfig], run: AnyRun) -> RunConfig | None:
         if is_alike and run.total_steps in other.save_steps:
             return other
     return None
+
+
+def unperturbed_among(runs: Iterable[RunConfig], run: AnyRun) -> RunConfig | None:
+    """Return the run that is the same but for its perturbation, which it does not have."""
+    if not isinstance(run, RunConfig) or not run.perturbation:
+        return None
+    is_alike = (other for other in runs if _but_perturbation(other) == _but_perturbation(run))
+    return next((other for other in is_alike if not other.perturbation), None)
+
+
+@cache
+def _but_perturbation(run: RunConfig) -> str:
+    content = {key: value for key, value in _content(run).items() if key not in PLACES}
+    del content["perturbation"]
+    return json.dumps(content, sort_keys=True)
 
 
 def replicates_of(runs: Sequence[AnyRun]) -> list[list[AnyRun]]:

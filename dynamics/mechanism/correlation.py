@@ -75,22 +75,43 @@ def _over_trainings(
 
     `z_of` gives Fisher's z of the checkpoints in a mask.
     """
+    jackknifed = _jackknife(z_of, trainings)
+    if jackknifed is None:
+        return None
+    z, half, p_value, count = jackknifed
+    # The interval is symmetric in z, whose variance hardly depends on r; tanh takes it back.
+    low, high = math.tanh(z - half), math.tanh(z + half)
+    return Correlation(math.tanh(z), low, high, p_value, len(trainings), count)
+
+
+class _Jackknifed(NamedTuple):
+    """A value over trainings, half of its interval, and the two-sided p-value of 0."""
+
+    value: float
+    half_width: float
+    p_value: float
+    trainings: int
+
+
+def _jackknife(
+    value_of: Callable[[NDArray[np.bool_]], float], trainings: Sequence[str]
+) -> _Jackknifed | None:
+    """Return a value of the checkpoints in a mask with its error over trainings; None as above."""
     names = np.array(trainings)
     # U masks, each of which leaves one training out.
     kept = [names != name for name in dict.fromkeys(trainings)]
-    whole = z_of(np.full(len(names), True))
-    parts_U = np.array([z_of(others_N) for others_N in kept])
-    if len(kept) < LEAST_TRAININGS or not np.isfinite([whole, *parts_U]).all():
+    if len(kept) < LEAST_TRAININGS:
+        return None
+    whole = value_of(np.full(len(names), True))
+    parts_U = np.array([value_of(others_N) for others_N in kept])
+    if not np.isfinite([whole, *parts_U]).all():
         return None
     degrees = len(kept) - 1
     # The jackknife: (U - 1) / U times the sum of squares of the leave-one-out values.
     standard_error = math.sqrt(degrees / len(kept) * float(((parts_U - parts_U.mean()) ** 2).sum()))
-    # The interval is symmetric in z, whose variance hardly depends on r; tanh takes it back.
-    half = float(stdtrit(degrees, (1 + INTERVAL_LEVEL) / 2)) * standard_error
+    half_width = float(stdtrit(degrees, (1 + INTERVAL_LEVEL) / 2)) * standard_error
     t = abs(whole) / standard_error if standard_error > 0 else math.inf
-    low, high = math.tanh(whole - half), math.tanh(whole + half)
-    p_value = 2 * float(stdtr(degrees, -t))
-    return Correlation(math.tanh(whole), low, high, p_value, len(names), len(kept))
+    return _Jackknifed(whole, half_width, 2 * float(stdtr(degrees, -t)), len(kept))
 
 
 class Association(NamedTuple):
@@ -141,22 +162,109 @@ def association(
         -1.0
     """
     names = np.array(trainings)
+    groups_N = names if within else np.full(len(names), "")
 
     def z_of(kept_N: NDArray[np.bool_]) -> float:
-        pairs = first_N[kept_N], second_N[kept_N]
-        groups = names[kept_N] if within else np.full(kept_N.sum(), "")
-        left = [_centred(values_N, groups, ranked=ranked) for values_N in pairs]
-        lengths = [float(np.linalg.norm(values_N)) for values_N in left]
-        is_constant = min(lengths) <= 1e-12 * max(np.abs(pairs).max(), 1e-300)
-        if len(groups) - len(set(groups)) < 2 or is_constant:
-            return math.nan
-        return math.atanh(max(-MOST, min(MOST, float(left[0] @ left[1]) / math.prod(lengths))))
+        pair = first_N[kept_N], second_N[kept_N]
+        r = _correlation(*pair, groups_N[kept_N], ranked=ranked)
+        return math.atanh(max(-MOST, min(MOST, r)))
 
     whole = z_of(np.full(len(names), True))
     if not math.isfinite(whole):
         return None
     interval = _over_trainings(z_of, trainings)
     return Association(math.tanh(whole), interval, len(names), len(set(trainings)))
+
+
+class Advantage(NamedTuple):
+    """The rank correlation of one quantity with a third less that of another, with its interval.
+
+    The p-value is two-sided, of no difference.
+    """
+
+    first: float
+    second: float
+    low: float
+    high: float
+    p_value: float
+    checkpoints: int
+    trainings: int
+
+    @property
+    def value(self) -> float:
+        """The difference, first - second."""
+        return self.first - self.second
+
+    def __str__(self) -> str:
+        """Return '+0.90 against +0.10: +0.80 [+0.50, +1.10]'."""
+        ends = f"[{self.low:+.2f}, {self.high:+.2f}]"
+        return f"{self.first:+.2f} against {self.second:+.2f}: {self.value:+.2f} {ends}"
+
+
+def advantage(
+    target_N: Floats,
+    first_N: Floats,
+    second_N: Floats,
+    trainings: Sequence[str],
+    *,
+    within: bool,
+) -> Advantage | None:
+    """Return Spearman's correlation of one quantity with the target less that of another.
+
+    Both are of the same checkpoints, so their errors are not independent: the difference itself is
+    jackknifed over trainings. It is of r and not of Fisher's z, which has no end at the
+    correlation of 1 that a quantity near the target's definition can have.
+
+    Args:
+        target_N: what both are to predict, of each checkpoint.
+        first_N: a quantity of each.
+        second_N: the other.
+        trainings: whose each checkpoint is.
+        within: ranks are those in a training, freed of their mean there.
+
+    Returns:
+        None with fewer than three trainings, where nothing is left that varies, or where the
+        difference is the same whichever training is left out, so that its error is not seen.
+
+    Example: the target has the order of the first but for one exchange in each training.
+        >>> target_N = np.array([2.0, 1, 3, 4, 1, 3, 2, 4, 1, 2, 4, 3])
+        >>> first_N, second_N = np.tile([1.0, 2, 3, 4], 3), np.tile([3.0, 1, 4, 2], 3)
+        >>> better = advantage(target_N, first_N, second_N, list("aaaabbbbcccc"), within=True)
+        >>> round(better.first, 2), round(better.second, 2), round(better.value, 2)
+        (0.8, 0.07, 0.73)
+    """
+    names = np.array(trainings)
+    groups_N = names if within else np.full(len(names), "")
+
+    def both(kept_N: NDArray[np.bool_]) -> list[float]:
+        return [
+            _correlation(target_N[kept_N], values_N[kept_N], groups_N[kept_N], ranked=True)
+            for values_N in (first_N, second_N)
+        ]
+
+    def difference(kept_N: NDArray[np.bool_]) -> float:
+        first, second = both(kept_N)
+        return first - second
+
+    jackknifed = _jackknife(difference, trainings)
+    if jackknifed is None or jackknifed.half_width == 0:
+        return None
+    value, half, p_value, count = jackknifed
+    first, second = both(np.full(len(names), True))
+    return Advantage(first, second, value - half, value + half, p_value, len(names), count)
+
+
+def _correlation(
+    first_N: Floats, second_N: Floats, groups_N: NDArray[np.str_], *, ranked: bool
+) -> float:
+    """Return the correlation of values or ranks freed of the mean of their group; NaN for none."""
+    pair = first_N, second_N
+    left = [_centred(values_N, groups_N, ranked=ranked) for values_N in pair]
+    lengths = [float(np.linalg.norm(values_N)) for values_N in left]
+    is_constant = min(lengths) <= 1e-12 * max(np.abs(pair).max(), 1e-300)
+    if len(groups_N) - len(set(groups_N.tolist())) < 2 or is_constant:
+        return math.nan
+    return float(left[0] @ left[1]) / math.prod(lengths)
 
 
 def _centred(values_N: Floats, groups_N: NDArray[np.str_], *, ranked: bool) -> Floats:

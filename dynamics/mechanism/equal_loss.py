@@ -6,11 +6,12 @@ method), it has the interval and the paired tests of any other. The losses decid
 are taken as known.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from study.claims.verdict import Measure, NotTested
+from study.claims.finding import times
+from study.claims.verdict import Measure, NotTested, Replicates
 from study.measurements.quantization import CROSS_ENTROPY
 from study.results.paired import Weighted
 from study.results.summary import RunSummary, lineage
@@ -105,3 +106,40 @@ def interpolated(at: Crossing, column: str) -> Weighted:
     shares = ((first, 1 - share), (second, share))
     # Times e_i this is e x share, so the weighted sum of both rows is e, as said above.
     return [(row, value * part / row[column]) for row, part in shares if part]
+
+
+def after_fork(path: Sequence[Row], step: int) -> list[Row]:
+    """Return the rows from the last one at or before a step on, after which two runs differ."""
+    earlier = [row for row in path if row["step"] <= step]
+    return [*earlier[-1:], *(row for row in path if row["step"] > step)]
+
+
+def differences(
+    measure: Measure, pairs: Mapping[int | None, tuple[Sequence[Row], Sequence[Row]]]
+) -> Replicates:
+    """Return first - second of the error at the lowest loss that all paths have passed, by seed.
+
+    Args:
+        measure: the error.
+        pairs: two paths of each seed, which begin with their last checkpoint of the same weights.
+
+    Raises:
+        NotTested: they share no loss after that.
+    """
+    column = loss_column(measure)
+    paths = [path for pair in pairs.values() for path in pair]
+    loss, _ = shared_losses(measure, paths)
+    for path in paths:
+        # At that loss both are the same weights, whose difference is none.
+        if loss >= path[0][column]:
+            raise NotTested(
+                f"{path[-1]['run']} gets no lower than {path[0][column]:.4f} nats per token, the"
+                " loss from which on the two differ"
+            )
+    contrasts: Replicates = {}
+    for seed, pair in pairs.items():
+        first, second = (
+            interpolated(crossing(path, column, loss), measure.column) for path in pair
+        )
+        contrasts[seed] = [*first, *times(-1, second)]
+    return contrasts

@@ -5,7 +5,7 @@ in their seed alone, or steps of a sweep. It is decided where the whole is signi
 is significantly the other way, by Holm's correction over the parts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from base.statistics import holm
@@ -155,6 +155,25 @@ def conclude_within(
     finding = bounded(measure, whole, margin, two_sided=two_sided)
     said = [beside, unpaired(measure, whole, margin)]
     return conclude(measure, (finding, measure.estimate(whole)), parts, "within", said)
+
+
+def of_groups[T](
+    groups: Mapping[str, Sequence[T]], contrast: Callable[[Sequence[T]], Replicates]
+) -> tuple[dict[str, Replicates], str]:
+    """Return the quantity of each group that has one, and in words why others have none.
+
+    Raises:
+        NotTested: none has one.
+    """
+    parts, reasons = dict[str, Replicates](), list[str]()
+    for label, group in groups.items():
+        try:
+            parts[label] = contrast(group)
+        except NotTested as reason:
+            reasons.append(f"{label}: {reason}")
+    if not parts:
+        raise NotTested("; ".join(reasons))
+    return parts, f"left out: {'; '.join(reasons)}" if reasons else ""
 
 
 def all_directed(

@@ -62,12 +62,16 @@ class Line(NamedTuple):
 def judge_all(
     study_: Study, rows: Sequence[Row], paired: Paired, experiment: Experiment | None = None
 ) -> Judgements:
-    """Return every claim with its verdicts, each by its own p-value; of an experiment its own."""
+    """Return every claim that the study is about with its verdicts; of an experiment its own.
+
+    Each verdict is by its own p-value.
+    """
     evidence = Evidence(study_, rows, paired)
     judged = []
     claims: list[Claim] = loaded("claims")
     for claim in claims:
-        if experiment and not experiment.judges(claim.name):
+        is_asked = experiment is None or experiment.judges(claim.name)
+        if not (is_asked and claim.concerns(study_)):
             continue
         verdicts = claim.judge(evidence)
         if not verdicts:

@@ -9,6 +9,7 @@ from base.grouping import grouped
 from base.statistics import INTERVAL_LEVEL
 from quant_eval.estimate import Estimate
 from quant_eval.specs import parse_spec
+from study.axes import AnyRun
 from study.definition import Study
 from study.experiments import Experiment
 from study.measurements.kind import Column
@@ -107,13 +108,23 @@ class Evidence:
 
     @property
     def annealed(self) -> list[RunSummary]:
-        """The ends at which the learning rate decays."""
-        return [end for end in self.ends if end.anneals and _decays(end)]
+        """The ends at which the learning rate decays, but for those of perturbed weights.
+
+        An anneal with QAT, noise or SAM shows the intervention as well as the decay.
+        """
+        return [
+            end for end in self.ends if end.anneals and _decays(end) and not is_perturbed(end.run)
+        ]
 
     @property
     def groups(self) -> dict[str, list[RunSummary]]:
         """The ends that are the same but for their seed, by the label of their group."""
         return grouped(self.ends, lambda end: end.group)
+
+
+def is_perturbed(run: AnyRun) -> bool:
+    """Return whether updates of a run are at changed weights: QAT, noise or SAM."""
+    return isinstance(run, RunConfig) and run.perturbation is not None
 
 
 def _decays(end: RunSummary) -> bool:
@@ -198,6 +209,7 @@ class Claim:
         source: where the paper says so.
         needs: what a study must hold to test it.
         judge: gives a verdict for each quantity; the first is primary, the others are beside it.
+        concerns: whether a study is about it; the claims of others do not list it.
     """
 
     name: str
@@ -205,13 +217,19 @@ class Claim:
     source: str
     needs: str
     judge: Callable[[Evidence], list[Verdict]]
+    concerns: Callable[[Study], bool]
 
 
 def claim(
-    name: str, sentence: str, *, source: str, needs: str
+    name: str,
+    sentence: str,
+    *,
+    source: str,
+    needs: str,
+    concerns: Callable[[Study], bool] = lambda _: True,
 ) -> Callable[[Callable[[Evidence], list[Verdict]]], Claim]:
     """Make a claim of the function that judges it."""
-    return lambda judge: Claim(name, sentence, source, needs, judge)
+    return lambda judge: Claim(name, sentence, source, needs, judge, concerns)
 
 
 def judged(title: str, judge: Callable[..., Verdict], *arguments: Any) -> Verdict:
@@ -222,11 +240,13 @@ def judged(title: str, judge: Callable[..., Verdict], *arguments: Any) -> Verdic
         return Verdict("not tested", str(reason), measure=title)
 
 
-def measures(evidence: Evidence, specs: Sequence[str]) -> list[Measure]:
+def measures(
+    evidence: Evidence, specs: Sequence[str], figures: Sequence[Column] = ERRORS
+) -> list[Measure]:
     """Return every figure at each of these specs, those of the fewest bits first."""
     # Fewest bits first, since the first measure of a claim is its primary one.
     by_bits = sorted(specs, key=lambda spec: parse_spec(spec).bits)
-    return [Measure(evidence, spec, figure) for spec in by_bits for figure in ERRORS]
+    return [Measure(evidence, spec, figure) for spec in by_bits for figure in figures]
 
 
 def by_measure(judge: Callable[[Measure], Verdict]) -> Callable[[Evidence], list[Verdict]]:
