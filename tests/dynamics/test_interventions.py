@@ -83,7 +83,7 @@ def judged(tmp_path, study, claim, error, loss=loss_of) -> list[Verdict]:
     ("factor", "expected"), [(0.8, YES), (1.25, NO), (1.0, OPEN)], ids=["less", "more", "the same"]
 )
 def test_an_intervention_is_judged_at_equal_loss(tmp_path, factor, expected):
-    """Of the same error at equal loss the arm has 7% less at its end, where its loss is higher."""
+    """An arm of the same error at equal loss has 7% less at its end, where its loss is higher."""
     study = arms("sam")
     verdict, *_ = judged(tmp_path, study, interventions, partial(error_of, factors={"sam": factor}))
     assert verdict.outcome == expected
@@ -194,7 +194,7 @@ def by_updates(run, model) -> float:
 
 
 def by_loss(run, model) -> float:
-    """Of 24 draws of the scatter one is decided, as of 5% it should be; this is another."""
+    """A draw of the scatter that is not decided: of 24 draws one was, which fits 5%."""
     size = 0.02 * math.exp(-2 * (warmed_down(run, model) - 4))
     return size * math.exp(scatter(run, model, 0.01, draw=1))
 
@@ -341,4 +341,4 @@ def test_quantities_that_predict_alike_have_no_advantage():
 
 @pytest.mark.stress
 def test_quantities_that_predict_alike_have_an_advantage_in_a_twentieth():
-    assert 0.03 < no_advantages(3000) < 0.07
+    assert 0.03 < no_advantages(1000) < 0.08
