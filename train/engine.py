@@ -6,10 +6,12 @@ Shapes: B sequences, S tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from train.data.batches import Batch, Replica
@@ -91,6 +93,27 @@ class Snapshot(Protocol):
         ...
 
 
+# Returns the weight [O, I] that replaces the one given, or None to leave it.
+Change = Callable[[Linear, Tensor], Tensor | None]
+
+
+@torch.no_grad()
+def change_in_place(linears: Iterable[Linear], change: Change) -> Callable[[], None]:
+    """Replace live weights by what `change` returns; return what restores them bit for bit."""
+    pieces: list[Tensor] = []
+    exact: list[Tensor] = []
+    for linear in linears:
+        weight_OI = torch.cat(linear.pieces)
+        changed_OI = change(linear, weight_OI)
+        if changed_OI is None:
+            continue
+        rows = [len(piece) for piece in linear.pieces]
+        pieces.extend(linear.pieces)
+        exact.extend(weight_OI.split(rows))
+        torch._foreach_copy_(list(linear.pieces), list(changed_OI.split(rows)))
+    return partial(torch._foreach_copy_, pieces, exact) if pieces else lambda: None
+
+
 class Engine(Protocol):
     """One rank of a run. Every rank calls every method; results are global, equal on all ranks."""
 
@@ -165,11 +188,18 @@ class Engine(Protocol):
         """
         ...
 
-    def linears(self) -> list[Linear]:
+    def linears(self) -> Iterable[Linear]:
         """Return the weights of the blocks' linears that the model computes with, live.
 
         This rank's rows or columns of each. They may share memory with the main weights: who writes
         to them restores them, at the latest when `accept` is asked.
+        """
+        ...
+
+    def change_linears(self, change: Change) -> Callable[[], None]:
+        """Have the model compute with changed weights; return what restores them, bit for bit.
+
+        `change` is asked for every linear of `linears()`. All ranks call both.
         """
         ...
 

@@ -108,13 +108,8 @@ def output_errors(
 @torch.no_grad()
 def rounded(engine: Engine, spec: str, rounding: Rounding) -> Iterator[None]:
     """Compute with rounded weights within the block, then with the exact ones again."""
-    weights = [piece for linear in engine.linears() for piece in linear.pieces]
-    # Copied back afterwards: training has to continue with the same bits.
-    exact = [weight_OI.to("cpu", copy=True) for weight_OI in weights]
-    for weight_OI in weights:
-        weight_OI.copy_(rounding([spec], weight_OI, None, "a linear")[0])
-    try:
-        yield
-    finally:
-        for weight_OI, exact_OI in zip(weights, exact, strict=True):
-            weight_OI.copy_(exact_OI)
+    restore = engine.change_linears(
+        lambda linear, weight_OI: rounding([spec], weight_OI, None, linear.name)[0]
+    )
+    yield
+    restore()

@@ -79,9 +79,10 @@ RUNS = {
     for run in (
         small_run("stage1", stage=1),
         small_run("stage2", stage=2, total_steps=20),
+        small_run("stage3", stage=3, total_steps=20),
         *(
             small_run(f"bf16-stage{stage}", stage=stage, precision="bf16", total_steps=6)
-            for stage in (1, 2)
+            for stage in (1, 2, 3)
         ),
         small_run(
             "bf16-gpt_neox",
@@ -236,7 +237,7 @@ def gap(rows: list, expected: list, column: int) -> float:
     )
 
 
-@pytest.mark.parametrize("name", ["stage1", "stage2", "recompute"])
+@pytest.mark.parametrize("name", ["stage1", "stage2", "stage3", "recompute"])
 def test_every_step_equals_a_plain_loop(reports, plain, name):
     """Ranks, microbatches, dropped labels, z-loss, clipping, decay groups and AdamW.
 
@@ -261,7 +262,7 @@ def test_every_step_equals_a_plain_loop(reports, plain, name):
     assert at_end < 1e-4
 
 
-@pytest.mark.parametrize("name", ["bf16-stage1", "bf16-stage2", "bf16-gpt_neox"])
+@pytest.mark.parametrize("name", ["bf16-stage1", "bf16-stage2", "bf16-stage3", "bf16-gpt_neox"])
 def test_bf16_is_fp32_under_torchs_autocast(reports, name):
     """As in plainLM; losses in chunks and gradients summed in fp32 round less than they may."""
     run = RUNS[name]

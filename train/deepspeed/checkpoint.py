@@ -11,6 +11,7 @@ only through a conversion.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from train.deepspeed.sharding import ParameterRange, Partition, by_piece
 from train.run.directory import MODEL_INDEX, MODEL_WEIGHTS
 from train.snapshot_memory import Copies, SnapshotMemory
 
+Whole = Callable[[Sequence[str], Sequence[str]], dict[str, Tensor]]
+
 
 class StateFiles:
     """A copy of this rank's state, independent of the engine: `train.engine.Snapshot`."""
@@ -38,17 +41,25 @@ class StateFiles:
         self._files: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}
         self._weight_map: dict[str, str] = {}  # the file of each weight
 
-    def add_model(self, parameters: dict[str, Tensor]) -> None:
-        """Copy this rank's share of the weights that the model computes with."""
-        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    def add_model(self, sizes: dict[str, int], whole: Whole) -> None:
+        """Copy this rank's share of the weights that the model computes with; all ranks call.
+
+        Args:
+            sizes: numbers of every parameter.
+            whole: takes names that all ranks give, and which of them this one wants.
+        """
         shares = [names for names in even_shares(sizes, dist.get_world_size()) if names]
+        mine: list[str] = []
+        mine_in = ""
         for number, names in enumerate(shares, 1):
             file = f"model-{number:05d}-of-{len(shares):05d}.safetensors"
             file = file if len(shares) > 1 else MODEL_WEIGHTS
             self._weight_map |= dict.fromkeys(names, file)
             if number == dist.get_rank() + 1:
-                mine = {name: parameters[name] for name in names}
-                self._files[file] = (self._copied(mine), {"format": "pt"})
+                mine, mine_in = names, file
+        weights = whole(list(sizes), mine)
+        if mine:
+            self._files[mine_in] = (self._copied(weights), {"format": "pt"})
 
     def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         self._copies.append(self._memory.copied(list(tensors.values())))

@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import register_external_parameter
 from torch import Tensor
 
 from base.errors import UserError
@@ -27,9 +28,10 @@ from train.deepspeed.model import (
     recorded_linears,
 )
 from train.deepspeed.setup import deepspeed_config, join
-from train.deepspeed.sharding import Sharding, by_piece
+from train.deepspeed.sharded_weights import OneGroupOptimizer, ShardedWeights
+from train.deepspeed.sharding import Partition, Sharding, by_piece
 from train.distributed import with_flags
-from train.engine import Accept, Flags, Linear, Snapshot, StepResult
+from train.engine import Accept, Change, Flags, Linear, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.model.attention import attention_kernel
 from train.model.config import hidden_matrices
@@ -62,25 +64,35 @@ class DeepSpeedEngine:
         self._model = build_model(run)
         compile_layers(self._model, device)
         self._parameters = hf_parameters(self._model)
+        # Stage 3 leaves nothing in the parameters themselves.
+        self._sizes = {name: each.numel() for name, each in self._parameters.items()}
         hidden = hidden_matrices(run.model)
-        self._optimizer = GroupStepOptimizer(
+        is_sharded = run.zero.stage == 3
+        optimizer_class = OneGroupOptimizer if is_sharded else GroupStepOptimizer
+        self._optimizer = optimizer_class(
             run.optimizer,
             [
                 Member(parameter, name in hidden, run.optimizer.decays(name), run.scaling_of(name))
                 for name, parameter in self._parameters.items()
             ],
         )
+        with_losses = ModelWithLosses(self._model, run.precision)
         self._engine, *_ = deepspeed.initialize(
-            model=ModelWithLosses(self._model, run.precision),
+            model=with_losses,
             optimizer=self._optimizer,
             config=config,
             dist_init_required=False,
         )
-        self._sharding = Sharding(self._engine.optimizer, self._parameters)
-        self._partitions = self._sharding.partitions()
+        if is_sharded:  # the losses read the head's weight outside of its module
+            register_external_parameter(with_losses, self._model.get_output_embeddings().weight)
+        sharding = ShardedWeights if is_sharded else Sharding
+        self._sharding: Any = sharding(self._engine.optimizer, self._parameters)
+        self._partitions: list[Partition] = self._sharding.partitions()
         self._memory = SnapshotMemory(device)
         # DeepSpeed has put flat parts in the place of the parameters: states are of these.
-        self._optimizer.start_states()
+        self._optimizer.start_states(
+            dict.fromkeys(partition.owner for partition in self._partitions)
+        )
         if isinstance(run.optimizer, MatrixOptimizer):
             dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
             hidden_ones = self._sharding.matrices(run, run.optimizer, dtype)
@@ -201,12 +213,8 @@ class DeepSpeedEngine:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient of `weights()` before clipping."""
-        return [
-            partition.of(gradient)
-            for partition, gradient in zip(
-                self._partitions, self._sharding.gradients(), strict=True
-            )
-        ]
+        gradients: list[Tensor] = self._sharding.gradients(self._partitions)
+        return gradients
 
     def by_parameter(self, values: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield HF name and this rank's part for each parameter."""
@@ -220,26 +228,33 @@ class DeepSpeedEngine:
             self.evaluate(batch)
         return record
 
-    def linears(self) -> list[Linear]:
+    def linears(self) -> Iterator[Linear]:
         """Return the weights of the blocks' linears that the model computes with, live."""
         self._memory.fence()
         names = hidden_matrices(self.run.model)
-        return [
-            Linear(name, (weight.detach(),))
-            for name, weight in self._parameters.items()
-            if name in names
-        ]
+        yield from self._sharding.linears(names)
+
+    def change_linears(self, change: Change) -> Callable[[], None]:
+        """Have the model compute with changed weights; return what restores them."""
+        self._memory.fence()
+        restore: Callable[[], None] = self._sharding.change_linears(
+            hidden_matrices(self.run.model), change
+        )
+        return restore
 
     @torch.no_grad()
     def record_linears(self, batch: Batch, names: Sequence[str]) -> dict[str, LinearRecord]:
         """Return weight and inputs of some linears, on rank 0."""
-        if dist.get_rank() != 0:
+        # In stage 3 no rank computes alone: its weights are on all of them.
+        if dist.get_rank() != 0 and self.run.zero.stage < 3:
             return {}
         self._engine.eval()
-        with recorded_linears(self._model, names) as records:
+        weights = self._sharding.whole(names, names)
+        records = {name: LinearRecord.of(weight) for name, weight in weights.items()}
+        with recorded_linears(self._model, records):
             for microbatch in batch.microbatches(self.run.micro_batch_size, self.device):
                 self._losses(self._engine.module, microbatch)
-        return records
+        return records if dist.get_rank() == 0 else {}
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""
@@ -262,8 +277,7 @@ class DeepSpeedEngine:
     def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
         """Copy the weights and, unless `weights_only`, optimizer state and slots."""
         files = StateFiles(directory, self._memory)
-        # Stages 1 and 2 shard no weights of the model: every rank has all of them.
-        files.add_model(self._parameters)
+        files.add_model(self._sizes, self._sharding.whole)
         if not weights_only:
             files.add_state(self._partitions, self._state(), self._optimizer.steps)
         return files

@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens, T = B x S, H hidden size, V vocabulary, W width of a module's output.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -192,10 +192,9 @@ def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
 
 
 @contextmanager
-def recorded_linears(model: Any, names: Sequence[str]) -> Iterator[dict[str, LinearRecord]]:
-    """Record the inputs of linears, by HF name of weight, in forward passes within the block."""
-    modules = {name: model.get_submodule(name.removesuffix(".weight")) for name in names}
-    records = {name: LinearRecord.of(module.weight.detach()) for name, module in modules.items()}
+def recorded_linears(model: Any, records: Mapping[str, LinearRecord]) -> Iterator[None]:
+    """Add the inputs of linears to records, by HF name of weight, within the block."""
+    modules = {name: model.get_submodule(name.removesuffix(".weight")) for name in records}
 
     def add(name: str) -> Any:
         return lambda _, inputs: records[name].inputs.add(inputs[0])
@@ -203,4 +202,4 @@ def recorded_linears(model: Any, names: Sequence[str]) -> Iterator[dict[str, Lin
     with _uncompiled(model) as hooks:
         for name, module in modules.items():
             hooks.enter_context(module.register_forward_pre_hook(add(name)))
-        yield records
+        yield

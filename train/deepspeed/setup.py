@@ -54,6 +54,11 @@ def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": NEVER,
         "zero_optimization": {
+            # All parts of a group are updated at once, and no parameter stays gathered between
+            # passes, whose weights may have changed.
+            "sub_group_size": NEVER,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
             "stage": run.zero.stage,
             "overlap_comm": True,
             "reduce_bucket_size": BUCKET_ELEMENTS,

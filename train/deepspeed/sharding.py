@@ -4,7 +4,7 @@ The rest of the engine knows only ranges of parameters. This file reaches into D
 members: look here first when its version changes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base.ranks import spans_of_ranks
+from train.engine import Change, Linear, change_in_place
 from train.model.config import hidden_matrices
 from train.optimizers.matrices import HiddenMatrix
 from train.optimizers.settings import MatrixOptimizer
@@ -32,10 +33,12 @@ class Partition(NamedTuple):
 
     owner: Tensor  # flat: the optimizer updates it and keys its state by it
     pieces: tuple[ParameterRange, ...]  # its content, in order; padding may follow
+    start: int = 0  # of the first in the owner
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the partition's range of the owner, or of a tensor of its shape; live."""
-        return flat.detach().view(-1)[: sum(piece.length for piece in self.pieces)]
+        length = sum(piece.length for piece in self.pieces)
+        return flat.detach().view(-1)[self.start : self.start + length]
 
 
 def by_piece(
@@ -120,12 +123,12 @@ class Sharding:
         """Return the L2 norm of the whole gradient before clipping; infinite if it overflowed."""
         return torch.as_tensor(self._optimizer.scaled_global_norm())
 
-    def gradients(self) -> list[Tensor]:
-        """Return the reduced gradients of every group's owner, flat; padding may follow."""
-        gradients = self._optimizer.averaged_gradients
+    def gradients(self, partitions: list[Partition]) -> list[Tensor]:
+        """Return the reduced gradients of the partitions, one of every group."""
+        averaged = self._optimizer.averaged_gradients
         return [
-            torch.cat([part.flatten() for part in gradients[group]])
-            for group in range(len(gradients))
+            partition.of(torch.cat([part.flatten() for part in averaged[group]]))
+            for group, partition in enumerate(partitions)
         ]
 
     def drop_gradients(self) -> None:
@@ -137,6 +140,20 @@ class Sharding:
     def publish(self) -> None:
         """Copy this rank's weights to the model and gather all ranks'."""
         self._optimizer.update_lp_params()
+
+    def whole(self, _: Sequence[str], mine: Collection[str]) -> dict[str, Tensor]:
+        """Return those of some parameters that this rank asks for: every rank has all, live."""
+        return {name: parameter.detach() for parameter, name in self._names.items() if name in mine}
+
+    def linears(self, names: frozenset[str]) -> Iterator[Linear]:
+        """Yield linears by HF name, live."""
+        for parameter, name in self._names.items():
+            if name in names:
+                yield Linear(name, (parameter.detach(),))
+
+    def change_linears(self, names: frozenset[str], change: Change) -> Callable[[], None]:
+        """Replace weights by what `change` returns; return what restores them."""
+        return change_in_place(self.linears(names), change)
 
 
 def _flat_direction(

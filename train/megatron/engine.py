@@ -25,7 +25,7 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.distributed import gathered, with_flags
-from train.engine import Accept, Flags, Linear, Snapshot, StepResult
+from train.engine import Accept, Change, Flags, Linear, Snapshot, StepResult, change_in_place
 from train.forward_record import ForwardRecord, LinearRecord
 from train.megatron import transformer_engine
 from train.megatron.layers import kernel_of_attention
@@ -167,6 +167,10 @@ class MegatronEngine:
         self._memory.fence()
         self._pipeline.model.finish_gather()
         return list(linears(self.run.model, self._pipeline.model.module))
+
+    def change_linears(self, change: Change) -> Callable[[], None]:
+        """Have the model compute with changed weights; return what restores them."""
+        return change_in_place(self.linears(), change)
 
     @torch.no_grad()
     def record_linears(self, batch: Batch, names: Sequence[str]) -> dict[str, LinearRecord]:

@@ -24,6 +24,9 @@ class ParallelConfig(Frozen):
 
 
 class ZeroConfig(Frozen):
-    """DeepSpeed's ZeRO (arXiv 1910.02054): 1 shards optimizer state over ranks, 2 gradients too."""
+    """DeepSpeed's ZeRO (arXiv 1910.02054).
 
-    stage: Literal[1, 2] = 1
+    Stage 1 shards optimizer state over ranks, 2 gradients too, 3 weights too.
+    """
+
+    stage: Literal[1, 2, 3] = 1
