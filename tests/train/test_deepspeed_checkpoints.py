@@ -118,7 +118,7 @@ def save_at_one_process(root: Path) -> dict:
 def go_through_two_processes(root: Path, single: Path) -> dict:
     """Save, continue, resume; then load what one process saved, and what must be refused."""
     report: dict = {}
-    for name in ("s1", "s2", "b1", "b2"):
+    for name in ("s1", "s2", "s3", "b1", "b2"):
         attempt = Attempt(name, root)
         attempt.train(1, SAVED_AT)
         attempt.fill_slots()
@@ -142,7 +142,7 @@ def go_through_two_processes(root: Path, single: Path) -> dict:
             weights.mul_(0.5)
         resumed.engine.publish_weights()
         resumed.save("halved", weights_only=True)
-    for name, source in (("s1", "s1"), ("s2", "s2"), ("s2", "s1")):
+    for name, source in (("s1", "s1"), ("s2", "s2"), ("s2", "s1"), ("s3", "s1")):
         attempt = Attempt(name, root / f"from-{source}")
         attempt.engine.load(single / source / "sync")
         attempt.save("resaved")
@@ -161,7 +161,7 @@ def go_through_two_processes(root: Path, single: Path) -> dict:
 def load_in_one_process(root: Path, two: Path) -> dict:
     """Worker: what two processes saved resumes in one."""
     report: dict = {}
-    for name in ("s1", "s2", "b1", "b2"):
+    for name in ("s1", "s2", "s3", "b1", "b2"):
         attempt = Attempt(name, root)
         attempt.engine.load(two / name / "sync")
         attempt.save("resaved")
@@ -220,7 +220,7 @@ def saved(tmp_path_factory) -> tuple[Path, dict]:
     return root, report
 
 
-@pytest.mark.parametrize("name", ["s1", "s2", "b1", "b2"])
+@pytest.mark.parametrize("name", ["s1", "s2", "s3", "b1", "b2"])
 def test_resuming_and_rejected_steps_leave_every_bit(saved, name):
     """The uninterrupted attempt rejected two steps; the resumed one had other weights at first."""
     root, report = saved
@@ -230,7 +230,7 @@ def test_resuming_and_rejected_steps_leave_every_bit(saved, name):
     assert hashes(root / "two" / name / "end") != hashes(root / "two" / name / "sync")
 
 
-@pytest.mark.parametrize("name", ["s1", "s2", "b1", "b2"])
+@pytest.mark.parametrize("name", ["s1", "s2", "s3", "b1", "b2"])
 def test_a_snapshot_written_after_further_steps_holds_its_own_step(saved, name):
     directory = saved[0] / "two" / name
     assert hashes(directory / "late") == hashes(directory / "sync")
@@ -243,7 +243,7 @@ def test_a_snapshot_written_after_further_steps_holds_its_own_step(saved, name):
     assert alone[0].stat().st_size == pytest.approx(alone[1].stat().st_size, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["s1", "s2", "b1", "b2"])
+@pytest.mark.parametrize("name", ["s1", "s2", "s3", "b1", "b2"])
 def test_two_processes_go_on_as_one(saved, name):
     """Weights, moments and slots are the same bits; bf16 then differs by its rounding."""
     root, report = saved
@@ -257,7 +257,9 @@ def test_two_processes_go_on_as_one(saved, name):
         assert row[0] == pytest.approx(expected[0], abs=1e-5 if name[0] == "s" else 1e-3)
 
 
-@pytest.mark.parametrize(("name", "source"), [("s1", "s1"), ("s2", "s2"), ("s2", "s1")])
+@pytest.mark.parametrize(
+    ("name", "source"), [("s1", "s1"), ("s2", "s2"), ("s2", "s1"), ("s3", "s1")]
+)
 def test_one_process_goes_on_as_two_and_at_another_stage(saved, name, source):
     root, report = saved
     after = regathered(root / "two" / f"from-{source}" / name / "resaved")
@@ -267,7 +269,7 @@ def test_one_process_goes_on_as_two_and_at_another_stage(saved, name, source):
         assert row[0] == pytest.approx(expected[0], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["s1", "s2", "b1"])
+@pytest.mark.parametrize("name", ["s1", "s2", "s3", "b1"])
 def test_slots_and_weights_are_those_of_the_engine(saved, name):
     """Every parameter is once on the ranks, its slots beside it, and the model is its cast."""
     root, _ = saved
@@ -285,7 +287,7 @@ def test_slots_and_weights_are_those_of_the_engine(saved, name):
             assert torch.equal(state[f"slot.{slot}/{key}"], state[f"weights/{key}"] * (index + 2))
 
 
-@pytest.mark.parametrize("name", ["s1", "s2", "b1", "b2"])
+@pytest.mark.parametrize("name", ["s1", "s2", "s3", "b1", "b2"])
 def test_published_weights_are_what_the_model_computes_with(saved, name):
     """Halving is exact in every precision."""
     directory = saved[0] / "two" / name

@@ -104,8 +104,9 @@ def bytes_held(
 ) -> dict[str, int]:
     """Bytes of what an engine holds after a step, in the plan's terms."""
     states = {id(state): state for optimizer in optimizers for state in optimizer.state.values()}
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    updated = {id(tensor): tensor for group in groups for tensor in group["params"]}
+    updated = {id(tensor): tensor for optimizer in optimizers for tensor in optimizer.state}
+    # ZeRO stage 3 leaves a rank's part of a parameter beside the parameter, which is empty.
+    parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters]
     tensors_of = {
         "weights": parameters,
         "gradients, fp32": (
@@ -250,6 +251,7 @@ def test_deepspeed_engine(tmp_path):
     runs = [
         small_run(tmp_path / "zero1", engine="deepspeed", precision="bf16", averages=AVERAGES),
         small_run(tmp_path / "zero2", engine="deepspeed", zero=ZeroConfig(stage=2)),
+        small_run(tmp_path / "zero3", engine="deepspeed", zero=ZeroConfig(stage=3)),
     ]
     sizes = measured(tmp_path, *runs)
     for run in runs:

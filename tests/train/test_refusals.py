@@ -66,7 +66,15 @@ GRAPHS: dict[str, Any] = {"cuda_graphs": True, "micro_batch_size": 2}
         ({"data.sequence_length": 10**6}, "fewer than one sequence"),
         ({"data.train": "nowhere/train"}, "make it with 'python -m train prepare'"),
         ({"data.held_out_sequences": 10**6}, "ask for fewer"),
-        ({"engine": "deepspeed", "zero": {"stage": 3}}, "'zero.stage'"),
+        ({"engine": "deepspeed", "zero": {"stage": 4}}, "'zero.stage'"),
+        (
+            {
+                "engine": "deepspeed",
+                "zero": {"stage": 3},
+                "optimizer": {"matrices": "muon", "peak_lr": 1e-2},
+            },
+            "updates whole matrices, which zero.stage 3 cuts; set zero.stage to 2",
+        ),
         ({"zero": {"stage": 2}}, "zero belongs to the deepspeed engine"),
         (FP8, "needs kernels 'transformer_engine'"),
         (FP8 | {"engine": "deepspeed"}, "belongs to the megatron engine; set engine to megatron"),

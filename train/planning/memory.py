@@ -28,6 +28,7 @@ from train.run.schedules import first_step
 # CUDA context, NCCL's buffers, cuBLAS workspaces, transients, slack of the allocator
 FRAMEWORK_BYTES = 4 * 10**9
 ZERO_BUCKET_ELEMENTS = 500_000_000  # gradients that DeepSpeed reduces at once
+ZERO_PREFETCH_ELEMENTS = 50_000_000  # weights that stage 3 gathers ahead of their module
 FP32 = 4  # bytes of a main weight, and of each state that the optimizer keeps for it
 
 
@@ -269,6 +270,11 @@ def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
     else:  # DeepSpeed fills one bucket while it reduces the other
         state["gradients, fp32"] = share * FP32
         state["communication buckets"] = 2 * min(ZERO_BUCKET_ELEMENTS, count) * FP32
+        if config.zero.stage == 3:
+            state["weights"] = share * d
+            # Of the module that computes, the embedding at most, and of those that come next.
+            largest = max(map(math.prod, parameter_shapes(config.model).values()))
+            state["gathered weights"] = min(largest + ZERO_PREFETCH_ELEMENTS, count) * d
     return state
 
 

@@ -31,7 +31,7 @@ def _divisors(number: int) -> list[int]:
 def _shardings(config: RunConfig, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     """Yield ways to split a replica, the simplest first, as changes to run.json."""
     if config.engine == "deepspeed":
-        for stage in (1, 2):
+        for stage in (1, 2, 3):
             yield {"zero": {"stage": stage}}
         return
     splits = itertools.product(_divisors(gpus_per_node), _divisors(config.model.num_hidden_layers))

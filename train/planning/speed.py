@@ -334,10 +334,16 @@ class Roofline:
         count = self._stage_weights() * (replicas - 1) / replicas
 
         # The last microbatch's backward hides reductions, the first one's forward gathers.
+        transfers = [(FP32, 2 / 3), (self._d, 1 / 3)]
+        times = 1
+        if self.run.zero.stage == 3:
+            # Every microbatch gathers fp32 weights forward and backward, and reduces gradients.
+            transfers = [(FP32, 1 / 3), (FP32, 1 / 3), (FP32, 1 / 3)]
+            times = self.run.batch_size // (replicas * self.run.micro_batch_size)
         exposed = 0.0
-        for size, part in ((FP32, 2 / 3), (self._d, 1 / 3)):
+        for size, part in transfers:
             seconds = count * size / speed
-            exposed += seconds - min(part * microbatch, rates.hidden * seconds)
+            exposed += times * (seconds - min(part * microbatch, rates.hidden * seconds))
         return exposed
 
     def _optimizer(self, replicas: int) -> float:

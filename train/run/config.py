@@ -22,6 +22,7 @@ from train.model.families import TRAINED
 from train.model.parametrization import Scaling, completep
 from train.model.precision import FP8_RECIPES, Precision
 from train.optimizers import AnyOptimizer
+from train.optimizers.settings import MatrixOptimizer
 from train.run.optimization import Ema, Lawa, ScheduleConfig, SmallerBatch, SpikeConfig
 from train.run.parallel import ParallelConfig, ZeroConfig
 from train.run.perturbation import Perturbation
@@ -237,6 +238,11 @@ class RunConfig(Frozen):
             if self.precision in FP8_RECIPES and self.kernels != "transformer_engine":
                 raise ValueError(f"{self.precision} needs kernels 'transformer_engine'")
             return
+        if self.zero.stage == 3 and isinstance(self.optimizer, MatrixOptimizer):
+            raise ValueError(
+                f"{self.optimizer.matrices} updates whole matrices, which zero.stage 3 cuts; set"
+                " zero.stage to 2"
+            )
         if self.recompute == "selective":
             raise ValueError("recompute 'selective' belongs to the megatron engine; set 'layers'")
         of_megatron = {
