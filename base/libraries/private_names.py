@@ -107,6 +107,16 @@ USES = (
         "reads and sets what a rank holds of weights and gradients",
     ),
     Use(
+        "train/deepspeed/sharded_weights.py",
+        "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+        (
+            *("fp16_groups", "fp32_partitioned_groups_flat", "averaged_gradients"),
+            *("_get_norm_groups", "_partition_all_parameters"),
+            "_reassign_or_swap_out_partitioned_parameters",
+        ),
+        "reads and sets what a rank holds of weights and gradients in stage 3",
+    ),
+    Use(
         "train/deepspeed/setup.py",
         "deepspeed.ops",
         ("__compatible_ops__",),

@@ -62,12 +62,13 @@ class DeepSpeedEngine:
         config = deepspeed_config(run, self.data_parallel)
         join(device)
         self._model = build_model(run)
-        compile_layers(self._model, device)
+        is_sharded = run.zero.stage == 3
+        if not is_sharded:  # it gathers in hooks of modules, at which compiled graphs would end
+            compile_layers(self._model, device)
         self._parameters = hf_parameters(self._model)
         # Stage 3 leaves nothing in the parameters themselves.
         self._sizes = {name: each.numel() for name, each in self._parameters.items()}
         hidden = hidden_matrices(run.model)
-        is_sharded = run.zero.stage == 3
         optimizer_class = OneGroupOptimizer if is_sharded else GroupStepOptimizer
         self._optimizer = optimizer_class(
             run.optimizer,
@@ -86,7 +87,9 @@ class DeepSpeedEngine:
         if is_sharded:  # the losses read the head's weight outside of its module
             register_external_parameter(with_losses, self._model.get_output_embeddings().weight)
         sharding = ShardedWeights if is_sharded else Sharding
-        self._sharding: Any = sharding(self._engine.optimizer, self._parameters)
+        self._sharding: ShardedWeights | Sharding = sharding(
+            self._engine.optimizer, self._parameters
+        )
         self._partitions: list[Partition] = self._sharding.partitions()
         self._memory = SnapshotMemory(device)
         # DeepSpeed has put flat parts in the place of the parameters: states are of these.
@@ -95,6 +98,7 @@ class DeepSpeedEngine:
         )
         if isinstance(run.optimizer, MatrixOptimizer):
             dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
+            assert isinstance(self._sharding, Sharding)  # run.json refuses stage 3
             hidden_ones = self._sharding.matrices(run, run.optimizer, dtype)
             # No group of its own: all ranks are data-parallel here.
             matrices.register(run.optimizer, self._optimizer, hidden_ones, None, device)
@@ -213,8 +217,7 @@ class DeepSpeedEngine:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient of `weights()` before clipping."""
-        gradients: list[Tensor] = self._sharding.gradients(self._partitions)
-        return gradients
+        return self._sharding.gradients(self._partitions)
 
     def by_parameter(self, values: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield HF name and this rank's part for each parameter."""
@@ -237,10 +240,7 @@ class DeepSpeedEngine:
     def change_linears(self, change: Change) -> Callable[[], None]:
         """Have the model compute with changed weights; return what restores them."""
         self._memory.fence()
-        restore: Callable[[], None] = self._sharding.change_linears(
-            hidden_matrices(self.run.model), change
-        )
-        return restore
+        return self._sharding.change_linears(hidden_matrices(self.run.model), change)
 
     @torch.no_grad()
     def record_linears(self, batch: Batch, names: Sequence[str]) -> dict[str, LinearRecord]:
