@@ -2,7 +2,7 @@
 
 `train.rounding` measures what they return, `train.perturbing` trains with it.
 
-Shapes: O output features (rows), I input features.
+Shapes: O output features (rows), I input features, G groups of a row, K weights of each.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,9 @@ from base.errors import UserError
 from base.hessian import product_dtype
 from base.ranks import ALONE
 from quant_eval.group import LinearGroup
+from quant_eval.quantizer import QuantSpec
 from quant_eval.quantizers.rtn import RTN
+from quant_eval.rounding.grid import grouped_with_points, nearest_points
 from quant_eval.specs import parse_spec
 
 
@@ -35,7 +37,17 @@ def round_by_names(
     products = product_dtype(weight_OI.dtype)
     ranks = ALONE._replace(device=weight_OI.device)
     group = LinearGroup(linear, [len(weight_OI)], weight_OI, hessian_II, products, ranks)
-    return [parse_spec(name).round(group).dense_OI for name in names]
+    return [_rounded(parse_spec(name), group) for name in names]
+
+
+def _rounded(spec: QuantSpec, group: LinearGroup) -> Tensor:
+    """Return the weights of a group rounded, by RTN without the codes that nobody reads here."""
+    if not isinstance(spec, RTN):
+        return spec.round(group).dense_OI
+    try:
+        return nearest_points(group.weight_OI, spec)
+    except UserError as error:
+        raise UserError(f"{group.name}: {error}") from None
 
 
 def weight_grid(name: str) -> RTN:
@@ -63,7 +75,6 @@ def step_sizes(name: str, weight_OI: Tensor) -> Tensor:
         name: of a spec such as rtn-b3-g128.
         weight_OI: of any float dtype.
     """
-    from quant_eval.rounding.grid import round_to_nearest
-
-    rounded = round_to_nearest(weight_OI, weight_grid(name))
-    return rounded.scales_OG[:, rounded.groups_I.long()]
+    weight_KOG, grid = grouped_with_points(weight_OI, weight_grid(name))
+    scale_OGK = grid.scale[:, :, None].expand(-1, -1, len(weight_KOG))
+    return scale_OGK.reshape(weight_OI.shape)

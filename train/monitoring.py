@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from base.errors import UserError
 from train.distributed import gathered, numbers_on_rank_zero
-from train.planning.flops import flops_per_token, peak_flops
+from train.planning.flops import peak_flops, training_flops
 from train.run.config import RunConfig
 
 RANKS_EVERY_STEPS = 50
@@ -33,10 +33,11 @@ def peak_memory_bytes() -> int:
 def speed_of(run: RunConfig, step: int, seconds: float) -> dict[str, float]:
     """Return the speed of update `step`, which took `seconds`; per GPU, and MFU, with GPUs.
 
-    MFU is against the peak in bf16, whatever the precision.
+    MFU is against the peak in bf16, whatever the precision. Tokens are those of the data, however
+    often an update passes over them; FLOPs are those of all passes.
     """
     tokens = run.batch_size_at(step) * run.data.sequence_length / seconds
-    flops = tokens * flops_per_token(run.model, run.data.sequence_length)
+    flops = training_flops(run, step - 1, step) / seconds
     speed = {"tokens_per_second": tokens, "model_flops_per_second": flops}
     if torch.cuda.is_available():
         gpus, peak = dist.get_world_size(), peak_flops(torch.cuda.get_device_name())

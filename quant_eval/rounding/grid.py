@@ -8,6 +8,7 @@ P levels. Weights that share a scale are along the first dimension, so one group
 groups [K, O, G] use the same code.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +43,10 @@ class Levels:
         quotients = torch.div(weights, self.scale, out=out)
         # In place: `gptq` passes a row of its steps as `out` and reads it afterwards.
         return quotients.copy_(self.numbers.nearest(quotients))
+
+    def points(self, steps: Tensor) -> Tensor:
+        """Return the points of numbers, as `Rounded.dense` has them."""
+        return steps * self.scale
 
     def codes(self, steps: Tensor) -> Tensor:
         """Return the uint8 codes of numbers."""
@@ -152,6 +157,11 @@ class Grid:
     def steps(self, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the step nearest to each fp32 weight, clipped; halves go to the even step."""
         return torch.div(weights, self.scale, out=out).round_().clamp_(self.lowest, self.highest)
+
+    def points(self, steps: Tensor) -> Tensor:
+        """Return the points of steps, as `Rounded.dense` has them."""
+        # The sum with 0 takes the sign off -0, which codes do not have either.
+        return torch.addcmul(torch.zeros((), device=steps.device), steps, self.scale)
 
     def codes(self, steps: Tensor) -> Tensor:
         """Return the uint8 codes of steps."""
@@ -264,22 +274,57 @@ def round_to_nearest(weight_OI: Tensor, spec: GridSpec, largest: Tensor | None =
         >>> rounded.codes_OI.tolist(), rounded.dense().tolist()
         ([[5, 0, 5, 0]], [[1.0, -4.0, 0.5, -2.0]])
     """
-    num_outputs, num_inputs = weight_OI.shape
-    group_size = spec.group_size or num_inputs
-    # Weights that share a scale are along the first dimension, as everything in this file has them.
-    weight_KOG = weight_OI.float().reshape(num_outputs, -1, group_size).permute(2, 0, 1)
-    grid = fit_points(weight_KOG, spec, largest_of(weight_OI) if largest is None else largest)
-    check_scales(grid.scale, weight_OI, spec)
+    weight_KOG, grid = grouped_with_points(weight_OI, spec, largest)
     codes_OGK = grid.codes(grid.steps(weight_KOG)).permute(1, 2, 0)
-    groups_I = torch.arange(num_inputs, dtype=torch.int32, device=weight_OI.device) // group_size
+    indices_I = torch.arange(weight_OI.shape[1], dtype=torch.int32, device=weight_OI.device)
+    groups_I = indices_I // len(weight_KOG)
     return Rounded(
-        codes_OGK.reshape(num_outputs, num_inputs),
+        codes_OGK.reshape(weight_OI.shape),
         grid.scale,
         grid.zeros(),
         groups_I,
         grid.numbers,
         grid.global_scale,
     )
+
+
+def nearest_points(weight_OI: Tensor, spec: GridSpec) -> Tensor:
+    """Return the point nearest to every weight, fp32 [O, I]: `round_to_nearest(...).dense()`.
+
+    It makes no codes and reads no scale twice, for training rounds all weights at every update.
+
+    Args:
+        weight_OI: as of `round_to_nearest`.
+        spec: as there.
+
+    Raises:
+        UserError: as there.
+    """
+    weight_KOG, grid = grouped_with_points(weight_OI, spec)
+    points_KOG = grid.points(grid.steps(weight_KOG))
+    return points_KOG.permute(1, 2, 0).reshape(weight_OI.shape)
+
+
+def grouped_with_points(
+    weight_OI: Tensor, spec: GridSpec, largest: Tensor | None = None
+) -> tuple[Tensor, Points]:
+    """Return the weights by groups, fp32 [K, O, G], and the points of each group.
+
+    Args:
+        weight_OI: of any float dtype.
+        spec: the numbers, and the inputs that share a scale.
+        largest: as of `round_to_nearest`.
+
+    Raises:
+        UserError: a weight is not finite, or a scale is beyond the spec's format.
+    """
+    num_outputs, num_inputs = weight_OI.shape
+    group_size = spec.group_size or num_inputs
+    # Weights that share a scale are along the first dimension, as everything in this file has them.
+    weight_KOG = weight_OI.float().reshape(num_outputs, -1, group_size).permute(2, 0, 1)
+    grid = fit_points(weight_KOG, spec, largest_of(weight_OI) if largest is None else largest)
+    check_scales(grid.scale, weight_OI, spec)
+    return weight_KOG, grid
 
 
 def largest_of(weight_OI: Tensor) -> Tensor:
@@ -289,7 +334,8 @@ def largest_of(weight_OI: Tensor) -> Tensor:
         >>> largest_of(torch.tensor([[1.0, -3.0], [2.0, 0.0]]))
         tensor([3.])
     """
-    return weight_OI.abs().amax().float().view(1)
+    # One pass, and exact: the norm of the largest is |w| itself.
+    return torch.linalg.vector_norm(weight_OI, math.inf).float().view(1)
 
 
 def check_scales(scales: Tensor, weight_OI: Tensor, spec: GridSpec) -> None:

@@ -11,6 +11,7 @@ from train.model.config import (
     multiplied_parameters,
     parameter_shapes,
 )
+from train.run.config import RunConfig
 
 GPUS_PER_NODE = 8  # of machines larger than one node
 
@@ -58,6 +59,18 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """
     attention = 12 * model.num_hidden_layers * model.query_size * sequence_length
     return float(6 * multiplied_parameters(model) + attention)
+
+
+def training_flops(run: RunConfig, after: int, until: int) -> float:
+    """Return the FLOPs of the updates after `after`, up to `until`, of `run` itself.
+
+    SAM passes twice over the tokens of a perturbed update. Rounding weights and drawing noise are
+    no products, and do not count.
+    """
+    tokens = run.tokens_at(until) - run.tokens_at(after)
+    if run.perturbation:
+        tokens += (run.perturbation.PASSES - 1) * run.perturbed_tokens(after, until)
+    return tokens * flops_per_token(run.model, run.data.sequence_length)
 
 
 @functools.cache

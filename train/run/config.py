@@ -219,11 +219,14 @@ class RunConfig(Frozen):
 
     def perturbed_at(self, step: int) -> bool:
         """Return whether update `step` computes with changed weights."""
+        return self.perturbed_steps(step - 1, step) == 1
+
+    def perturbed_steps(self, after: int, until: int) -> int:
+        """Return how many of the updates after `after`, up to `until`, have changed weights."""
         anneal = self.schedule.anneal
-        return bool(
-            self.perturbation
-            and self.perturbation.is_active(step, anneal.start_step if anneal else None)
-        )
+        if self.perturbation is None:
+            return 0
+        return self.perturbation.active_steps(after, until, anneal.start_step if anneal else None)
 
     def _check_engine(self) -> None:
         if self.engine == "megatron":
@@ -332,6 +335,16 @@ class RunConfig(Frozen):
     def tokens_at(self, step: int) -> int:
         """Return the training tokens of all updates up to `step`."""
         return self.sequences_at(step) * self.data.sequence_length
+
+    def perturbed_tokens(self, after: int, until: int) -> int:
+        """Return the training tokens of the updates that `perturbed_steps` counts."""
+        sequences = 0
+        for stage in self.batch_warmup:
+            end = min(until, max(after, stage.until_step))
+            sequences += self.perturbed_steps(after, end) * stage.batch_size
+            after = end
+        sequences += self.perturbed_steps(after, until) * self.batch_size
+        return sequences * self.data.sequence_length
 
     @property
     def total_tokens(self) -> int:

@@ -24,16 +24,29 @@ class _Perturbation(Frozen, ABC):
         default=None, gt=0, description="the first update with it; None: the anneal's first"
     )
 
-    def is_active(self, step: int, anneal_start: int | None) -> bool:
-        """Return whether update `step` computes with changed weights.
+    def active_steps(self, after: int, until: int, anneal_start: int | None) -> int:
+        """Return how many of the updates after `after`, up to `until`, have changed weights.
 
         Args:
-            step: from 1.
+            after: 0, or the last update that does not count.
+            until: the last update that counts.
             anneal_start: `Anneal.start_step` of the run, if it has an anneal.
+
+        Example: the anneal from step 80 on, and every third step of it.
+            >>> Sam(rho=0.1).active_steps(0, 100, anneal_start=80)
+            20
+            >>> Sam(rho=0.1, every_steps=3).active_steps(0, 100, anneal_start=80)
+            7
         """
-        if self.from_step is not None:
-            return step >= self.from_step
-        return anneal_start is not None and step > anneal_start
+        before = anneal_start if self.from_step is None else self.from_step - 1
+        if before is None:
+            return 0
+        after = max(after, before)
+        return max(0, self._eligible(until) - self._eligible(after))
+
+    def _eligible(self, step: int) -> int:
+        """Return how many of the updates up to `step` may be active."""
+        return step
 
     @abstractmethod
     def describe(self) -> str:
@@ -109,9 +122,9 @@ class Sam(_Perturbation):
     every_steps: int = Field(default=1, gt=0, description="ascends at its multiples alone")
 
     @override
-    def is_active(self, step: int, anneal_start: int | None) -> bool:
-        """Return whether update `step` ascends first."""
-        return super().is_active(step, anneal_start) and step % self.every_steps == 0
+    def _eligible(self, step: int) -> int:
+        """Return how many of the updates up to `step` may ascend first."""
+        return step // self.every_steps
 
     @override
     def describe(self) -> str:

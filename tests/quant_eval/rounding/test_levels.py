@@ -17,7 +17,7 @@ from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
 from quant_eval.numbers import E4M3
 from quant_eval.quantizer import ColumnSpec
 from quant_eval.rounding.gptq import gptq, prepare
-from quant_eval.rounding.grid import largest_of, local_scales, round_to_nearest
+from quant_eval.rounding.grid import largest_of, local_scales, nearest_points, round_to_nearest
 from tests.quant_eval.casts.wrapped import wrapped_linear
 from tests.quant_eval.gptq_reference import (
     eliminate_columns,
@@ -133,6 +133,17 @@ def test_integers_are_those_of_compressed_tensors_with_our_scales(bits, groups):
     scales_OG = rounded.scales_OG
     theirs = fake_quantize(weight_of(), scales_OG, torch.zeros_like(scales_OG), args)
     assert torch.equal(rounded.dense(), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["rtn-b3-g32", "rtn-b2-perchannel-asym", *FORMATS])
+def test_rounding_without_codes_gives_the_same_bits(name, dtype):
+    """The bits, so that the signs of zeros count too."""
+    weight_OI, spec = weight_of().to(dtype), grid_spec(name)
+    weight_OI[0] = 0.0  # a dead output
+    weight_OI[1, ::2] = -0.0
+    by_codes = round_to_nearest(weight_OI, spec).dense()
+    assert torch.equal(nearest_points(weight_OI, spec).view(torch.int32), by_codes.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", FORMATS)
