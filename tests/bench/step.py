@@ -8,7 +8,7 @@ from train.planning.flops import GPUS
 from train.planning.speed import EXPECTED, FAST, SLOW, Rates, Roofline
 from train.run.config import RunConfig
 
-FREE = Rates(inf, (inf, inf), 1, inf, 0, 0, inf, 0, inf, 1, 0)  # nothing takes time
+FREE = Rates(inf, (inf, inf), 1, inf, 0, 0, inf, 0, inf, 1, 0, 0)  # nothing takes time
 # Recipes, and the H100s of a run.
 SIZES = {
     "70M": ("pythia-70m-kumar", 1),

@@ -23,6 +23,7 @@ from train.model.precision import FP8_RECIPES, dtype_of, weights_dtype
 from train.optimizers.matrices import ROUND_ELEMENTS
 from train.optimizers.settings import MatrixOptimizer
 from train.run.config import RunConfig
+from train.run.perturbation import Noise, Qat, Sam
 from train.run.schedules import first_step
 
 # CUDA context, NCCL's buffers, cuBLAS workspaces, transients, slack of the allocator
@@ -30,6 +31,9 @@ FRAMEWORK_BYTES = 4 * 10**9
 ZERO_BUCKET_ELEMENTS = 500_000_000  # gradients that DeepSpeed reduces at once
 ZERO_PREFETCH_ELEMENTS = 50_000_000  # weights that stage 3 gathers ahead of their module
 FP32 = 4  # bytes of a main weight, and of each state that the optimizer keeps for it
+# Most bytes at once for a weight of the linear that is being changed: MXFP4 and NVFP4 take these,
+# the others fewer; 64-bit words are mixed for the noise.
+ROUNDING, DRAWING = 22, 36
 
 
 class RankMemory(NamedTuple):
@@ -210,14 +214,62 @@ def _activations(config: RunConfig, stage: int, replicas: int) -> dict[str, int]
 
     loss = _loss_bytes(config, tokens) if stage == parallel.pipeline - 1 else 0
     components["logits and loss"] = loss
+    held = kept + again + loss
     if stage == 0:  # summed when the activations of its microbatch are gone
         embedding = _embedding_gradient_bytes(config)
-        components["gradient of the embedding"] = max(0, embedding - kept - again - loss)
+        components["gradient of the embedding"] = max(0, embedding - held)
     if config.cuda_graphs:  # the microbatch in the graph has memory of its own
         components["CUDA graph"] = sum(components.values())
-    # An update comes when a step's activations are gone.
-    components["matrices being updated"] = max(0, matrices - kept - again - loss)
+    # An update comes when a step's activations are gone, a change of weights before there are any.
+    components["matrices being updated"] = max(0, matrices - held)
+    changing = _changing_bytes(config, stage, replicas)
+    components["weights being changed"] = max(0, changing - max(held, matrices))
     return components
+
+
+def _changed_bytes(config: RunConfig, share: int) -> dict[str, int]:
+    """Return the exact values that a perturbed update restores, and a sum of its gradients.
+
+    Args:
+        config: of the run.
+        share: main weights of the rank.
+    """
+    match config.perturbation:
+        case None:
+            return {}
+        case Sam() as sam:
+            kept = {"exact main weights, fp32": share * FP32}
+            has_groups = (sam.sequences or config.batch_size) < config.batch_size
+            return kept | ({"sums of gradients, fp32": share * FP32} if has_groups else {})
+        case perturbation:
+            weights = sum(_changed_sizes(config, perturbation)) // config.parallel.pipeline
+            return {"exact weights": weights * bytes_of_weight(config)}
+
+
+def _changed_sizes(config: RunConfig, perturbation: Qat | Noise) -> list[int]:
+    """Return the weights of every linear that is changed, as a tensor rank has them."""
+    shapes = parameter_shapes(config.model)
+    return [
+        math.prod(shapes[name]) // config.parallel.tensor
+        for name in sorted(hidden_matrices(config.model))
+        if perturbation.takes(name)
+    ]
+
+
+def _changing_bytes(config: RunConfig, stage: int, replicas: int) -> int:
+    """Return the most bytes at once while weights are changed, beside what is kept of them."""
+    match config.perturbation:
+        case None:
+            return 0
+        case Sam() as sam:
+            # gradients that are no views, and of the adaptive step products of a tensor
+            share = -(-rank_parameters(config, stage) // replicas)
+            shapes = parameter_shapes(config.model).values()
+            largest = min(share, max(map(math.prod, shapes)))
+            return share * FP32 + (2 * FP32 * largest if sam.adaptive else 0)
+        case perturbation:
+            each = ROUNDING if isinstance(perturbation, Qat) else DRAWING
+            return each * max(_changed_sizes(config, perturbation), default=0)
 
 
 def _embedding_gradient_bytes(config: RunConfig) -> int:
@@ -253,6 +305,7 @@ def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
         "optimizer states, fp32": share * FP32 * len(config.optimizer.STATES),
         "averages, fp32": share * FP32 * num_slots(config),
     }
+    state |= _changed_bytes(config, share)
     if config.precision in FP8_RECIPES:
         # Transformer Engine keeps them from the first microbatch to the last, for the products
         # along their rows and those along their columns.

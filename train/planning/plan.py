@@ -65,11 +65,11 @@ def fitting_layouts(
         for recompute in RECOMPUTE
         if (layout := _fastest(config, split | {"recompute": recompute}, machine))
     ]
-    return sorted(layouts, key=_seconds)
+    return sorted(layouts, key=_hours)
 
 
-def _seconds(layout: Layout) -> float:
-    return layout.speed.seconds
+def _hours(layout: Layout) -> float:
+    return layout.speed.hours
 
 
 def _fastest(
@@ -90,7 +90,7 @@ def _fastest(
         memory = _memory_if_it_fits(run, world_size, gpu)
         if memory:
             layouts.append(Layout(run, memory, Roofline(run, *machine)))
-    return min(layouts, key=_seconds, default=None)
+    return min(layouts, key=_hours, default=None)
 
 
 def _memory_if_it_fits(run: RunConfig, world_size: int, gpu: GpuKind) -> RankMemory | None:
@@ -114,7 +114,7 @@ def in_its_split(
         _fastest(config, {"recompute": recompute}, machine)
         for recompute in RECOMPUTE[RECOMPUTE.index(config.recompute) :]
     )
-    return min(filter(None, [own, *more]), key=_seconds).run if own else None
+    return min(filter(None, [own, *more]), key=_hours).run if own else None
 
 
 def fit(

@@ -20,7 +20,7 @@ from train.planning.memory import (
 from train.planning.plan import Layout, fit, fitting_layouts, in_words
 from train.planning.speed import EXPECTED, FAST, SLOW, Roofline, gpu_hours
 from train.run.config import RunConfig
-from train.run.schedules import first_step
+from train.run.schedules import first_step, perturbed_in_words
 
 SHOWN_LAYOUTS = 8
 
@@ -95,7 +95,15 @@ def _time(run: RunConfig, gpus: int, gpus_per_node: int, gpu: GpuKind) -> str:
         f" ({slow.mfu:.0%} to {fast.mfu:.0%}): {hours} GPU-hours,"
         f" {hours.expected / gpus / 24:.2f} days\n"
         f"    by {in_words(run)}, micro batch {run.micro_batch_size}, recompute {run.recompute}"
+        f"{_perturbed(expected)}"
     )
+
+
+def _perturbed(speed: Roofline) -> str:
+    """Return what a perturbation adds to the steps that have it, on a line of its own."""
+    words = perturbed_in_words(speed.run)
+    share = speed.perturbed_seconds / speed.seconds
+    return f"\n    {words}, which take {share:.3g} times as long" if words else ""
 
 
 def _disk(run: RunConfig) -> str:

@@ -12,16 +12,19 @@ Shapes in names: h hidden size, q and k widths of all query and key heads, f int
 bytes of an activation.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from base.errors import UserError
 from train.model.chunks import LOSS_CHUNK_TOKENS
-from train.model.config import ModelConfig
+from train.model.config import ModelConfig, hidden_matrices, parameter_shapes
 from train.model.families.family import Activation, NormKind, QueryKeyNorm
-from train.model.precision import dtype_of
+from train.model.precision import dtype_of, weights_dtype
 from train.planning.flops import GpuKind, flops_per_token, product_weights
 from train.run.config import RunConfig
+from train.run.perturbation import Noise, Qat, Sam
 from train.run.schedules import first_step
 
 FP32 = 4  # bytes
@@ -50,6 +53,7 @@ class Rates(NamedTuple):
             carry.
         hidden: share of the replicas' communication that computing hides where it takes as long.
         host: seconds of a step in which the GPU waits for its host.
+        sync: seconds that it waits where the host reads one number from it; a guess.
     """
 
     products: float
@@ -63,12 +67,13 @@ class Rates(NamedTuple):
     network: float
     hidden: float
     host: float
+    sync: float
 
 
-EXPECTED = Rates(0.70, (0.5, 0.4), 0.8, 0.85, 0.5, 4e-6, 300e9, 20e-6, 25e9, 0.9, 0.02)
-FAST = Rates(0.75, (0.55, 0.45), 0.85, 0.9, 0.25, 3e-6, 350e9, 15e-6, 35e9, 1.0, 0.01)
+EXPECTED = Rates(0.70, (0.5, 0.4), 0.8, 0.85, 0.5, 4e-6, 300e9, 20e-6, 25e9, 0.9, 0.02, 20e-6)
+FAST = Rates(0.75, (0.55, 0.45), 0.85, 0.9, 0.25, 3e-6, 350e9, 15e-6, 35e9, 1.0, 0.01, 10e-6)
 # FlashAttention-2, gaps between kernels, adapters of 200 Gbit/s, half as much overlap.
-SLOW = Rates(0.61, (0.32, 0.27), 0.75, 0.8, 1.0, 8e-6, 200e9, 40e-6, 9e9, 0.5, 0.05)
+SLOW = Rates(0.61, (0.32, 0.27), 0.75, 0.8, 1.0, 8e-6, 200e9, 40e-6, 9e9, 0.5, 0.05, 50e-6)
 
 
 class Arrangement(NamedTuple):
@@ -160,6 +165,53 @@ COPIED_QUERIES = 2
 ATTENTION_STARTS = 4  # forward; sums of rows, gradients, their cast
 
 
+class Changing(NamedTuple):
+    """The kernels that change a linear's weight for an update and restore it, as counted in tests.
+
+    tests/train/test_perturbation_cost.py has them, with a scale for 128 weights, or as many as the
+    format has it.
+
+    Attributes:
+        weight: bytes that they move for a weight of 2 bytes.
+        wider: bytes that they move more where it has 4.
+        starts: kernels of a linear.
+    """
+
+    weight: float
+    wider: float
+    starts: int
+
+
+ROUNDING = {  # QAT, by the first word of the spec
+    "rtn": Changing(66, 6, 49),
+    "fp8": Changing(76, 6, 41),
+    "fp8e5m2": Changing(76, 6, 25),
+    "mxfp8": Changing(85, 6, 55),
+    "mxfp4": Changing(139, 6, 64),
+    "nvfp4": Changing(143, 6, 67),
+    "ternary": Changing(67, 6, 26),
+    "binary": Changing(73, 6, 23),
+}
+# Random words are of 64 bits, which most of the bytes mix.
+NOISE = Changing(396, 8, 74)
+# An fp32 main weight in an ascent of SAM and its end: copied, moved along the gradient, restored;
+# and then each time written to the model's weights. With several ascents gradients are summed, too.
+ASCENT, SUM = (8 + 12 + 8 + 2 * FP32), 12
+
+
+def changing_of(perturbation: Qat | Noise) -> Changing:
+    """Return the kernels that change a linear; UserError for a spec without such a grid."""
+    if isinstance(perturbation, Noise):
+        return NOISE
+    grid = perturbation.spec.partition("-")[0]
+    if grid not in ROUNDING:
+        raise UserError(
+            f"perturbation.spec {perturbation.spec} names no grid that weights are rounded to; give"
+            f" one that begins with {', '.join(ROUNDING)}"
+        )
+    return ROUNDING[grid]
+
+
 @dataclass(frozen=True)
 class Roofline:
     """A run in its layout on `gpus` GPUs; UserError where batch and layout do not divide."""
@@ -176,8 +228,13 @@ class Roofline:
         return sum(self.causes().values())
 
     @property
+    def perturbed_seconds(self) -> float:
+        """Return the seconds of a step at changed weights."""
+        return self.seconds + sum(self.perturbation_causes().values())
+
+    @property
     def mfu(self) -> float:
-        """Return the model FLOPs utilization against the peak of the run's precision."""
+        """Return the model FLOPs utilization of a step against the peak of the run's precision."""
         run = self.run
         flops = flops_per_token(run.model, run.data.sequence_length) * run.tokens_per_step
         return flops / (self.gpus * self._peak * self.seconds)
@@ -185,26 +242,100 @@ class Roofline:
     @property
     def hours(self) -> float:
         """Return the GPU-hours of the whole run; a branch counts from its start."""
-        run = self.run
-        tokens = run.total_tokens - run.tokens_at(first_step(run))
-        return tokens / run.tokens_per_step * self.seconds * self.gpus / 3600
+        run, first = self.run, first_step(self.run)
+        seconds = (run.total_tokens - run.tokens_at(first)) * self.seconds
+        if perturbed := run.perturbed_tokens(first, run.total_steps):
+            seconds += perturbed * (self.perturbed_seconds - self.seconds)
+        return seconds / run.tokens_per_step * self.gpus / 3600
 
     def causes(self) -> dict[str, float]:
         """Return the seconds of a step by cause, on the slowest pipeline stage."""
-        run, stages = self.run, self.run.parallel.pipeline
-        replicas = run.data_parallel_size(self.gpus)
-        microbatches = run.batch_size // (replicas * run.micro_batch_size)
-        ends = [self._microbatch(stage) for stage in (0, stages - 1)]  # those between have less
-        slowest = max(ends, key=lambda stage: sum(stage.values()))
-        each = sum(slowest.values())
-        causes = {cause: seconds * microbatches for cause, seconds in slowest.items()}
+        slowest = self._slowest
+        causes = {cause: seconds * self._microbatches for cause, seconds in slowest.items()}
         causes |= {
-            "pipeline bubble": (stages - 1) * each,
-            "between replicas": self._between_replicas(replicas, each),
-            "optimizer": self._optimizer(replicas),
+            "pipeline bubble": self._bubble,
+            "between replicas": self._reducing + self._gathering,
+            "optimizer": self._optimizer(self._replicas),
             "host": self.rates.host,
         }
         return {cause: seconds for cause, seconds in causes.items() if seconds}
+
+    def perturbation_causes(self) -> dict[str, float]:
+        """Return the seconds by cause that a step at changed weights takes beside `causes`."""
+        match self.run.perturbation:
+            case None:
+                causes = {}
+            case Sam() as sam:
+                causes = self._ascending(sam)
+            case perturbation:
+                causes = self._changing(perturbation)
+        return {cause: seconds for cause, seconds in causes.items() if seconds}
+
+    def _changing(self, perturbation: Qat | Noise) -> dict[str, float]:
+        """Return the seconds of changing and restoring the linears of a stage."""
+        run, kernels = self.run, changing_of(perturbation)
+        shapes = parameter_shapes(run.model)
+        changed = [name for name in hidden_matrices(run.model) if perturbation.takes(name)]
+        stages = run.parallel.pipeline
+        weights = sum(math.prod(shapes[name]) for name in changed) / stages
+        wider = kernels.wider if weights_dtype(run.engine, run.precision) == "fp32" else 0
+        moved = self._moved(weights * (kernels.weight + wider))
+
+        # Each rank has a part of every linear. The host reads of each whether its scales are
+        # finite, and never runs far ahead, so that a CUDA graph would not help.
+        started = len(changed) / stages * (kernels.starts * self.rates.start + self.rates.sync)
+        # All weights are needed at once, so the first microbatch hides no gather of them.
+        waited = self._collective(self._d) - self._gathering
+        return {"changing weights": moved + started, "waiting for weights": waited}
+
+    def _ascending(self, sam: Sam) -> dict[str, float]:
+        """Return the seconds of the passes and steps up the loss that are not in a step without.
+
+        See `train.ascending`: two passes of the engine for each group, all but the last of which
+        publish the weights that they leave.
+        """
+        run, replicas = self.run, self._replicas
+        groups = run.batch_size // (sam.sequences or run.batch_size)
+        more = 2 * groups - 1
+        zeroed = FP32 + FP32 / replicas  # and read for the norm
+        ascents = groups * (ASCENT + 2 * self._d) + (SUM * groups if groups > 1 else 0)
+        moved = self._stage_weights() * (more * zeroed + ascents / replicas)
+        return {
+            "second passes": self._microbatches * sum(self._slowest.values()),
+            "pipeline bubble": more * self._bubble,
+            "between replicas": more * (self._reducing + self._collective(self._d)),
+            "steps up the loss": moved / (self.rates.bandwidth * self.gpu.bandwidth),
+            "host": more * self.rates.host,
+        }
+
+    @property
+    def _replicas(self) -> int:
+        return self.run.data_parallel_size(self.gpus)
+
+    @property
+    def _microbatches(self) -> int:
+        return self.run.batch_size // (self._replicas * self.run.micro_batch_size)
+
+    @property
+    def _slowest(self) -> dict[str, float]:
+        """The seconds of a microbatch by cause on the slowest stage."""
+        ends = (0, self.run.parallel.pipeline - 1)  # those between have less
+        return max(map(self._microbatch, ends), key=lambda stage: sum(stage.values()))
+
+    @property
+    def _bubble(self) -> float:
+        """The seconds in which a stage waits while the pipeline fills and drains."""
+        return (self.run.parallel.pipeline - 1) * sum(self._slowest.values())
+
+    @property
+    def _reducing(self) -> float:
+        """The seconds of reducing gradients that the last microbatch's backward does not hide."""
+        return self._exposed(FP32, 2 / 3)
+
+    @property
+    def _gathering(self) -> float:
+        """The seconds of gathering weights that the first microbatch's forward does not hide."""
+        return self._exposed(self._d, 1 / 3)
 
     @property
     def _kernels(self) -> Kernels:
@@ -325,26 +456,19 @@ class Roofline:
         layers = model.num_hidden_layers // parallel.pipeline * product_weights(model)
         return (layers + tables * model.vocab_size * model.hidden_size) / parallel.tensor
 
-    def _between_replicas(self, replicas: int, microbatch: float) -> float:
-        """Return the seconds of reducing gradients and gathering weights that are not hidden."""
-        parallel, rates = self.run.parallel, self.rates
+    def _collective(self, size: int) -> float:
+        """Return the seconds of reducing or gathering `size` bytes of each weight over replicas."""
+        parallel, rates, replicas = self.run.parallel, self.rates, self._replicas
         speed = rates.link
         if replicas * parallel.tensor > self.gpus_per_node:  # all groups of a node share adapters
             speed = rates.network * self.gpus_per_node / parallel.tensor
-        count = self._stage_weights() * (replicas - 1) / replicas
+        return self._stage_weights() * (replicas - 1) / replicas * size / speed
 
-        # The last microbatch's backward hides reductions, the first one's forward gathers.
-        transfers = [(FP32, 2 / 3), (self._d, 1 / 3)]
-        times = 1
-        if self.run.zero.stage == 3:
-            # Every microbatch gathers fp32 weights forward and backward, and reduces gradients.
-            transfers = [(FP32, 1 / 3), (FP32, 1 / 3), (FP32, 1 / 3)]
-            times = self.run.batch_size // (replicas * self.run.micro_batch_size)
-        exposed = 0.0
-        for size, part in transfers:
-            seconds = count * size / speed
-            exposed += times * (seconds - min(part * microbatch, rates.hidden * seconds))
-        return exposed
+    def _exposed(self, size: int, part: float) -> float:
+        """Return the seconds of a collective less what that part of a microbatch hides."""
+        seconds = self._collective(size)
+        hiding = part * sum(self._slowest.values())
+        return seconds - min(hiding, self.rates.hidden * seconds)
 
     def _optimizer(self, replicas: int) -> float:
         """Return the seconds of zeroing gradients, and of the update of a replica's share."""

@@ -38,11 +38,14 @@ class _Perturbation(Frozen, ABC):
             >>> Sam(rho=0.1, every_steps=3).active_steps(0, 100, anneal_start=80)
             7
         """
-        before = anneal_start if self.from_step is None else self.from_step - 1
+        before = self.after(anneal_start)
         if before is None:
             return 0
-        after = max(after, before)
-        return max(0, self._eligible(until) - self._eligible(after))
+        return max(0, self._eligible(until) - self._eligible(max(after, before)))
+
+    def after(self, anneal_start: int | None) -> int | None:
+        """Return the last update before those that may have changed weights; None: it has none."""
+        return anneal_start if self.from_step is None else self.from_step - 1
 
     def _eligible(self, step: int) -> int:
         """Return how many of the updates up to `step` may be active."""

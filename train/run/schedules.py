@@ -42,3 +42,24 @@ def learning_rate(config: RunConfig, step: int) -> float:
 def first_step(config: RunConfig) -> int:
     """Return the step before the first update: 0, or where this run branches from its parent."""
     return config.branch_from.step if config.branch_from else 0
+
+
+def perturbed_in_words(config: RunConfig) -> str:
+    """Return the perturbation with the updates that have it; empty for a run without one.
+
+    Example: 'SAM rho 0.05: 2 passes of steps 5,001 to 6,000'.
+    """
+    perturbation, first = config.perturbation, first_step(config)
+    if perturbation is None:
+        return ""
+    anneal = config.schedule.anneal
+    begin = perturbation.after(anneal.start_step if anneal else None)
+    assert begin is not None  # refused by the run
+    passes = f"{perturbation.PASSES} passes of " if perturbation.PASSES > 1 else ""
+    count = config.perturbed_steps(first, config.total_steps)
+    span = config.total_steps - max(first, begin)
+    some = "" if count == span else f"{count:,} of the "
+    return (
+        f"{perturbation.describe()}: {passes}{some}steps {max(first, begin) + 1:,} to"
+        f" {config.total_steps:,}"
+    )

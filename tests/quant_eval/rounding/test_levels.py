@@ -143,7 +143,9 @@ def test_rounding_without_codes_gives_the_same_bits(name, dtype):
     weight_OI[0] = 0.0  # a dead output
     weight_OI[1, ::2] = -0.0
     by_codes = round_to_nearest(weight_OI, spec).dense()
-    assert torch.equal(nearest_points(weight_OI, spec).view(torch.int32), by_codes.view(torch.int32))
+    assert torch.equal(
+        nearest_points(weight_OI, spec).view(torch.int32), by_codes.view(torch.int32)
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
