@@ -60,11 +60,14 @@ def choose(
         ),
     ] = None,
 ) -> None:
-    """Rank peak learning rates by quantization error at equal loss, and by quantized loss.
+    """Rank peak learning rates and other arms by quantization error and quantized loss.
+
+    The error is compared at equal loss, the quantized loss at equal tokens and at equal training
+    FLOPs. Other arms differ in optimizer, anneal or perturbation.
 
     Example: python -m study choose tiny --root runs
     """
-    from dynamics.choices.learning_rate import answers, answers_text
+    from dynamics.choices.arms import answers, answers_text
     from study.claims.verdict import Evidence
     from study.results.collect import left_out_lines
     from study.results.paired import Paired

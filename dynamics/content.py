@@ -80,7 +80,7 @@ CONTENT = Content(
         "outliers:outliers",
     ),
     sentences=(
-        "dynamics.choices.learning_rate:learning_rate_line",
+        "dynamics.choices.arms:choice_line",
         "dynamics.figures.sharpness:sharpness_line",
     ),
     tables=("dynamics.forecast.page:back_test_tables",),

@@ -1,1 +1,1 @@
-"""Choices that a study decides for its user: learning rate, average, cooldowns."""
+"""Choices that a study decides for its user: learning rate or arm, average, cooldowns."""

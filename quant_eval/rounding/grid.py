@@ -335,7 +335,8 @@ def largest_of(weight_OI: Tensor) -> Tensor:
         tensor([3.])
     """
     # One pass, and exact: the norm of the largest is |w| itself.
-    return torch.linalg.vector_norm(weight_OI, math.inf).float().view(1)
+    largest: Tensor = torch.linalg.vector_norm(weight_OI, math.inf)
+    return largest.float().view(1)
 
 
 def check_scales(scales: Tensor, weight_OI: Tensor, spec: GridSpec) -> None:

@@ -14,9 +14,10 @@ from study.definition import Study
 from study.paths import MeasuredModel, checkpoint_directory, model_record
 from study.released import ReleasedRun
 from study.results.table import Row, axis_columns, figure_columns, values_on
+from train.planning.flops import training_flops
 from train.run.config import RunConfig
 from train.run.directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
-from train.run.schedules import learning_rate
+from train.run.schedules import first_step, learning_rate
 from train.run.status import divergence
 
 
@@ -63,6 +64,8 @@ def collect_rows(directory: Path, study: Study) -> Collected:
             of_model = {"step": model.step} | of_model
             of_model |= {"study": study.name, "run": run.name}
             of_model |= {"average": model.average, "phase": phase_of(run, model.step)}
+            if isinstance(run, RunConfig):
+                of_model["training_flops"] = flops_until(study, run, model.step)
             figures = {column: values[column] for column in empty}
             figures |= {name: of_run[run.name] for name, of_run in factors.items()}
             rows.append(Row(**of_model, figures=figures))
@@ -78,6 +81,13 @@ def phase_of(run: AnyRun, step: int) -> str:
     if step <= run.warmup_steps:
         return "warmup"
     return "anneal" if run.schedule.anneal and step > run.schedule.anneal.start_step else "stable"
+
+
+def flops_until(study: Study, run: RunConfig, step: int) -> float:
+    """Return the training FLOPs that led to the weights after `step`, those of its parent too."""
+    first = first_step(run)
+    own = training_flops(run, first, step)
+    return own + flops_until(study, study.parent_of(run), first) if run.branch_from else own
 
 
 def _model_values(directory: Path, run: AnyRun, model: MeasuredModel) -> dict[str, Any] | None:

@@ -26,7 +26,9 @@ TYPES = {"number": pa.float64(), "count": pa.int64(), "flag": pa.bool_()}
 MODEL_COLUMNS = {  # of the model, before its figures
     **dict.fromkeys(("study", "run", "average", "phase"), pa.string()),
     **{"peak_lr": pa.float64(), "step": pa.int64(), "tokens": pa.int64()},
-    **dict.fromkeys(("learning_rate", "train_loss", "held_out_loss"), pa.float64()),
+    **dict.fromkeys(
+        ("training_flops", "learning_rate", "train_loss", "held_out_loss"), pa.float64()
+    ),
 }
 AXIS_COLUMNS = {  # of the run, after all figures; other axes of the study follow
     "weight_decay": pa.float64(),
@@ -37,6 +39,7 @@ AXIS_COLUMNS = {  # of the run, after all figures; other axes of the study follo
 UNITS = {  # of these; other columns state their own
     **dict.fromkeys(("train_loss", "held_out_loss"), NATS),
     **{"tokens": "tokens", "step": "steps", "batch_size": "sequences"},
+    "training_flops": "FLOP",
     **dict.fromkeys(("peak_lr", "learning_rate", "weight_decay"), SHARE),
 }
 
@@ -49,6 +52,7 @@ class Row(Mapping[str, Any]):
         average: its name; None for the weights as training left them.
         phase: warmup, stable or anneal; of a released model its stage.
         step: as its stage counts; None where the source of a released model states none.
+        training_flops: of all passes up to there, before a branch too; None of a released model.
         figures: the measured columns, None where one is not measured, and further axes.
     """
 
@@ -59,6 +63,7 @@ class Row(Mapping[str, Any]):
     step: int | None
     peak_lr: float | None = None
     tokens: int | None = None
+    training_flops: float | None = None
     learning_rate: float | None = None
     train_loss: float | None = None
     held_out_loss: float | None = None

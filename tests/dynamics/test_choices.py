@@ -11,16 +11,19 @@ import pytest
 
 from base.errors import UserError
 from base.frozen import fingerprint
-from dynamics.choices import learning_rate as text
-from dynamics.choices.average import Bench, most_tried, name_of, pick_lines, search
-from dynamics.choices.cooldowns import cost, with_cooldowns, write_recipe
-from dynamics.choices.learning_rate import (
+from dynamics.choices import arms as text
+from dynamics.choices.arms import (
     answers,
+    at_equal_cost,
     at_equal_loss,
     at_equal_tokens,
+    crossing,
+    interpolated,
+    interventions,
     sweeps,
 )
-from dynamics.mechanism.equal_loss import crossing, interpolated
+from dynamics.choices.average import Bench, most_tried, name_of, pick_lines, search
+from dynamics.choices.cooldowns import cost, with_cooldowns, write_recipe
 from study.claims.verdict import Evidence, Measure, NotTested
 from study.definition import load_study, save_study
 from study.measurements.quantization import QUANTIZED_LOSS, RELATIVE_ERROR
@@ -44,6 +47,8 @@ from tests.study.synthetic import (
     write_study,
 )
 from train.data.corpus import open_corpus
+from train.planning.flops import flops_per_token
+from train.run.perturbation import Qat, Sam
 from train.run.schedules import learning_rate
 
 BEST, PEAKS, SEEDS = 3e-3, (1e-3, 3e-3, 1e-2, 3e-2), (1, 2, 3)
@@ -85,9 +90,9 @@ def peak_of(label: str) -> float:
 def test_the_planted_peak_is_first_at_equal_loss_with_its_closed_form(evidence):
     measure = Measure(evidence, SPEC, RELATIVE_ERROR)
     (sweep,) = sweeps(evidence.ends)
-    assert list(sweep) == list(PEAKS)
+    assert list(map(float, sweep.ends)) == list(PEAKS)
     answer = at_equal_loss(measure, sweep)
-    at = max(present(end.last)[LOSS] for end in sweep[PEAKS[0]])  # the last to arrive
+    at = max(present(end.last)[LOSS] for end in sweep.ends[f"{PEAKS[0]:g}"])  # the last to arrive
     assert f"{at:.4f}" in answer.where
     expected = {peak: at_loss(peak, at) for peak in PEAKS}
     assert [peak_of(entry.label) for entry in answer.ranking] == sorted(
@@ -110,8 +115,8 @@ def test_the_end_ranks_them_otherwise(evidence):
     (sweep,) = sweeps(evidence.ends)
     answer = at_equal_tokens(Measure(evidence, SPEC, QUANTIZED_LOSS), sweep)
     ends = {
-        peak: np.mean([present(end.last)[QUANTIZED_LOSS.of(SPEC)] for end in ends])
-        for peak, ends in sweep.items()
+        float(peak): np.mean([present(end.last)[QUANTIZED_LOSS.of(SPEC)] for end in ends])
+        for peak, ends in sweep.ends.items()
     }
     assert [peak_of(entry.label) for entry in answer.ranking] == sorted(ends, key=ends.__getitem__)
     assert peak_of(answer.ranking[0].label) != BEST
@@ -158,6 +163,77 @@ def test_a_study_without_a_sweep_is_refused(tmp_path):
         answers(Evidence(study, [], Paired(tmp_path)))
 
 
+SAM = Sam(rho=0.05)  # in the last quarter, so 1.25 times the FLOPs
+ARMS = {"plain": None, "qat": Qat(spec="rtn-b3-g32"), "sam": SAM}
+# Quantized losses fall by a factor e for the passes of 400 steps, from these.
+OF_ARM = {"plain": 5.0, "qat": 4.9, "sam": 5.2}
+
+
+def arm_of(run) -> str:
+    return run.name.partition("-")[0]
+
+
+def quantized_at(arm: str, passes: float) -> float:
+    return OF_ARM[arm] * math.exp(-passes / 400)
+
+
+def of_an_arm(run, model) -> float:
+    passes = model.step + (max(0, model.step - 300) if arm_of(run) == "sam" else 0)
+    return quantized_at(arm_of(run), passes) / loss_of_arms(run, model) - 1
+
+
+def loss_of_arms(run, model) -> float:
+    return 1.5 - 1e-3 * model.step
+
+
+@pytest.fixture(scope="module")
+def arms(tmp_path_factory) -> Evidence:
+    runs = [
+        run_of(f"{arm}-seed{seed}", seed=seed, start=300, perturbation=perturbation)
+        for arm, perturbation in ARMS.items()
+        for seed in SEEDS
+    ]
+    study = study_of(*runs, controls=False)
+    directory = tmp_path_factory.mktemp("arms") / study.name
+    rows = rows_of(directory, study, of_an_arm, loss=loss_of_arms, noise=0.001)
+    rows = [Row.of(row | {"study": study.name}) for row in rows]
+    return Evidence(study, rows, Paired(directory))
+
+
+def test_an_arm_of_doubled_passes_is_first_at_equal_tokens_and_last_at_equal_cost(arms):
+    assert not sweeps(arms.ends)
+    (group,) = interventions(arms.ends)
+    assert [len(ends) for ends in group.ends.values()] == [len(SEEDS)] * len(ARMS)
+    measure = Measure(arms, SPEC, QUANTIZED_LOSS)
+
+    by_tokens = at_equal_tokens(measure, group).ranking
+    at_the_end = {"plain": 400, "qat": 400, "sam": 500}
+    expected = {arm: quantized_at(arm, passes) for arm, passes in at_the_end.items()}
+    values = [ranked.estimate.value for ranked in by_tokens]
+    assert values == pytest.approx(sorted(expected.values()), rel=1e-6)
+    assert by_tokens[0].label.endswith(" (1.25 x the FLOPs)")
+    assert all(ranked.label.endswith(" (1 x the FLOPs)") for ranked in by_tokens[1:])
+
+    by_cost = at_equal_cost(measure, group)
+    assert [ranked.estimate.value for ranked in by_cost.ranking] == pytest.approx(
+        sorted(quantized_at(arm, 400) for arm in ARMS), rel=1e-6
+    )
+    assert re.search(r"SAM|sam", by_cost.ranking[-1].label)
+    run = arms.study.trained[0]
+    flops = run.total_tokens * flops_per_token(run.model, run.data.sequence_length)
+    assert f"at {flops:.4g} training FLOPs" in by_cost.where
+
+
+def test_arms_of_one_cost_have_no_list_at_equal_cost(arms):
+    ends = [end for end in arms.ends if arm_of(end.run) != "sam"]
+    (group,) = interventions(ends)
+    with pytest.raises(NotTested, match="all cost"):
+        at_equal_cost(Measure(arms, SPEC, QUANTIZED_LOSS), group)
+    words = text.answers_text(answers(arms))
+    assert words.splitlines()[0].count("the arm ") == 1
+    assert words.count("x the FLOPs") == len(ARMS)
+
+
 def rows(*points: tuple[float, float]) -> list[Row]:
     return [
         Row.of({"study": "s", "run": "r", "phase": "stable", "step": step, LOSS: loss, "e": error})
@@ -179,7 +255,7 @@ def test_the_standard_error_is_that_of_leaving_documents_out(tmp_path):
     evidence = evidence_of(tmp_path, seeds=(1,), noise=0.2)
     measure = Measure(evidence, SPEC, RELATIVE_ERROR)
     (sweep,) = sweeps(evidence.ends)
-    at = max(present(ends[0].last)[LOSS] for ends in sweep.values())
+    at = max(present(ends[0].last)[LOSS] for ends in sweep.ends.values())
     ranking = at_equal_loss(measure, sweep, at + 0.05).ranking
     path = [row for row in evidence.rows if row["run"] == f"lr{BEST:g}-seed1"]
     pair, directory = crossing(path, LOSS, at + 0.05), tmp_path / evidence.study.name
@@ -220,13 +296,13 @@ def test_the_commands_print_what_they_find(collected_dir, study):
 
 def test_a_study_of_another_factor_is_answered_by_its_effects(tmp_path):
     """It is refused by `choose`, which names the command that prints them."""
-    study = factors.of("own", sweep(factors.run, weight_decay=[0.0, 0.1]))
+    study = factors.of("own", sweep(factors.run, batch_size=[16, 32]))
     table_of(write_study(tmp_path / study.name, study), study)
     root = ("--root", tmp_path)
-    words = "begins with the effect of weight decay, see also 'python -m study report own --claims'"
+    words = "begins with the effect of batch size, see also 'python -m study report own --claims'"
     assert words in refused("choose", study.name, *root)
     report = printed("report", study.name, "--claims", *root).splitlines()
-    assert report[:2] == ["Effect of weight decay at the end", "0.1 against 0:"]
+    assert report[:2] == ["Effect of batch size at the end", "32 against 16:"]
     assert (
         "  GPTQ, 3 bits, groups of 32: KL divergence, nats per token  +0 [+0, +0], p 1*" in report
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dynamics.choices.learning_rate import learning_rate_line
+from dynamics.choices.arms import choice_line
 from dynamics.figures.averages import averages
 from dynamics.figures.ends import anneal_against_control
 from dynamics.figures.quantization import (
@@ -67,7 +67,7 @@ def test_every_table_and_the_sentence_begin_with_it(study_dir, study, measure):
     (effects,) = effect_tables(changed, effects_of(changed, rows, paired))
     assert effects.head[2].partition(",")[0] == title
     assert present(method_table(changed, summaries)).note.lower().startswith(title.lower())
-    assert learning_rate_line(Evidence(changed, rows, paired)).lower().startswith(title.lower())
+    assert choice_line(Evidence(changed, rows, paired)).lower().startswith(title.lower())
 
 
 @pytest.mark.parametrize("measure", ["relative_error", "absolute_error"])

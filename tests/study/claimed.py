@@ -20,7 +20,7 @@ from study.paths import (
     released_model,
 )
 from study.released import ReleasedRevision, ReleasedRun
-from study.results.collect import collect_rows, phase_of
+from study.results.collect import collect_rows, flops_until, phase_of
 from study.results.paired import Paired
 from study.results.table import Row
 from tests.sealing import write_ending
@@ -135,6 +135,7 @@ def rows_of(
                 "step": model.step,
                 "phase": phase_of(run, model.step),
                 "tokens": model.step * run.tokens_per_step,
+                "training_flops": flops_until(study, run, model.step),
                 "learning_rate": learning_rate(run, model.step),
             }
             for spec in specs_of(study, run, model):

@@ -12,7 +12,7 @@ from base.files import hash_file, write_json, write_sealed
 from base.frozen import fingerprint
 from ckpt_tools.hf.measured import Curvature
 from ckpt_tools.hf.results import read_result
-from dynamics.choices.learning_rate import answers
+from dynamics.choices.arms import answers
 from study.claims.page import judge_all
 from study.claims.verdict import Evidence
 from study.definition import Study, load_study

@@ -11,7 +11,7 @@ from base.environment import version
 from base.errors import UserError
 from base.files import sha256_of
 from base.frozen import fingerprint
-from dynamics.choices.learning_rate import answers
+from dynamics.choices.arms import answers
 from dynamics.claims.flatness import over_checkpoints
 from dynamics.figures.curvature import curvature
 from study.claims.page import claims_table, judge_all

@@ -18,6 +18,7 @@ CURVED = "nats per token / (unit of the parameters)^2"
 EXPECTED = {
     "held_out_loss": ("double", NATS),
     "tokens": ("int64", "tokens"),
+    "training_flops": ("double", "FLOP"),
     "quant/gptq-b3-g32/kl_divergence": ("double", NATS),
     "quant/gptq-b3-g32/kl_divergence_high": ("double", NATS),
     "quant/gptq-b3-g32/kl_divergence_se_draws": ("double", ""),
@@ -47,7 +48,7 @@ def test_names_types_and_units_stay():
         for name in EXPECTED
     }
     assert found == EXPECTED
-    assert len(schema) == 512
+    assert len(schema) == 513
 
 
 def test_every_declared_column_is_in_the_table_of_a_study_that_measures_it():

@@ -1,0 +1,444 @@
+"""The arms of a study ranked: by quantization error at equal loss, and by quantized loss.
+
+Arms differ in their peak learning rate alone, or in optimizer, anneal and perturbation. The
+quantized loss is compared at equal tokens, and at equal training FLOPs where arms differ in those.
+
+At equal loss, the error of each run is read off its own checkpoints: between two of them the
+logarithm of the error is linear in the full-precision loss. As a weighted sum of the rows of those
+two, with the weights that keep the value and its first-order error (delta method), it has the
+interval and the paired tests of any other. The losses decide the weights and are taken as known. At
+equal FLOPs it is the same, with these in place of the loss.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+from base.errors import UserError
+from base.statistics import INTERVAL_LEVEL, holm
+from dynamics.claims.data import alike
+from dynamics.mechanism.equal_loss import (
+    Crossing,
+    crossing,
+    interpolated,
+    loss_column,
+    measured_path,
+    shared_losses,
+)
+from quant_eval.estimate import Estimate
+from study.axes import amount_name
+from study.claims.verdict import Evidence, Measure, NotTested
+from study.measurements.kind import Column
+from study.measurements.quantization import QUANTIZED_LOSS
+from study.results.paired import Paired, Weighted
+from study.results.summary import RunSummary, enumeration, left_out
+from train.run.config import RunConfig
+
+
+class Ranked(NamedTuple):
+    """One of several choices, with its figure, its excess over the best, and p of no excess."""
+
+    label: str
+    estimate: Estimate
+    excess: Estimate | None = None
+    p_adjusted: float | None = None
+
+
+def ranked(
+    choices: Mapping[str, Sequence[Weighted]], paired: Paired, spec: str, figure: Column
+) -> list[Ranked]:
+    """Return the choices by rising figure, each with its paired excess over the lowest.
+
+    A choice is a weighted sum of rows for every seed, the same seeds in the same order for all.
+    Holm's correction is over every pair, for the data choose which is the lowest.
+    """
+    estimates = {
+        label: paired.estimate(replicates, spec, figure) for label, replicates in choices.items()
+    }
+    # Rising, so each pair is (lower, higher) and no excess over the best is negative.
+    order = sorted(choices, key=lambda label: estimates[label].value)
+    pairs = {
+        (low, high): paired.estimate(_differences(choices[low], choices[high]), spec, figure)
+        for low, high in combinations(order, 2)
+    }
+    adjusted = dict(
+        zip(pairs, holm([difference.p_value() for difference in pairs.values()]), strict=True)
+    )
+    best, *others = order
+    return [
+        Ranked(best, estimates[best]),
+        *(
+            Ranked(label, estimates[label], pairs[best, label], adjusted[best, label])
+            for label in others
+        ),
+    ]
+
+
+def _differences(low: Sequence[Weighted], high: Sequence[Weighted]) -> list[Weighted]:
+    """Return high - low for every seed."""
+    return [
+        [*second, *((row, -weight) for row, weight in first)]
+        for first, second in zip(low, high, strict=True)
+    ]
+
+
+class Arms(NamedTuple):
+    """What is ranked: by label the ends of training of each arm, one for every seed.
+
+    Attributes:
+        title: what one of them is, in words.
+        ends: of each the seeds that all have, in one order.
+    """
+
+    title: str
+    ends: Mapping[str, Sequence[RunSummary]]
+
+
+class Crossing(NamedTuple):
+    """Two neighbouring rows of a run, and the share of the way from one value to the other."""
+
+    first: Row
+    second: Row
+    share: float
+
+
+class Answer(NamedTuple):
+    """Arms ranked by one quantity.
+
+    `where` is equal loss, tokens or FLOPs, in words. The lowest comes first; without a ranking
+    there is a reason.
+    """
+
+    measure: Measure
+    where: str
+    ranking: list[Ranked]
+    reason: str = ""
+    title: str = ""
+
+
+PEAK, ARM = "the peak learning rate", "the arm"
+# What arms may differ in; tokens, data, batch and model are equal.
+ARM_SETTINGS = ("optimizer", "schedule.anneal", "perturbation", "averages")
+FLOPS = "training_flops"
+SAME_COST = 1e-6  # relative; arms whose FLOPs differ by less cost the same
+
+
+def sweeps(ends: Sequence[RunSummary]) -> list[Arms]:
+    """Return groups of ends of training that differ in peak learning rate and seed alone."""
+    groups = []
+    for group in alike(ends, ("optimizer.peak_lr", "seed")):
+        by_peak = sorted(group, key=_peak)
+        arms = _with_seeds(PEAK, by_peak, lambda end: f"{_peak(end):g}")
+        groups += [arms] if arms else []
+    return groups
+
+
+def _peak(end: RunSummary) -> float:
+    assert isinstance(end.run, RunConfig)
+    return end.run.optimizer.peak_lr
+
+
+def interventions(ends: Sequence[RunSummary]) -> list[Arms]:
+    """Return groups that differ in `ARM_SETTINGS` and seed, and not in the peak alone."""
+    compared = {_runs(arms) for arms in sweeps(ends)}
+    groups = []
+    for group in alike(ends, (*ARM_SETTINGS, "seed")):
+        arms = _with_seeds(ARM, group, lambda end: end.group)
+        groups += [arms] if arms and _runs(arms) not in compared else []
+    return groups
+
+
+def _runs(arms: Arms) -> frozenset[str]:
+    return frozenset(end.run.name for ends in arms.ends.values() for end in ends)
+
+
+def _with_seeds(
+    title: str, group: Sequence[RunSummary], label: Callable[[RunSummary], str]
+) -> Arms | None:
+    """Return the arms of a group with the seeds that all have; None for fewer than two arms."""
+    by_label: dict[str, dict[int | None, RunSummary]] = {}
+    for end in group:
+        by_label.setdefault(label(end), {})[end.seed] = end
+    # Differences are paired seed by seed, which takes the same seeds for every arm.
+    seeds = sorted(set.intersection(*(set(of_arm) for of_arm in by_label.values())), key=str)
+    if len(by_label) < 2 or not seeds:
+        return None
+    return Arms(title, {name: [ends[seed] for seed in seeds] for name, ends in by_label.items()})
+
+
+def at_equal_loss(measure: Measure, arms: Arms, loss: float | None = None) -> Answer:
+    """Rank the arms by the figure at a full-precision loss; by default the lowest that all reach.
+
+    Raises:
+        UserError: `loss` is not one that the runs share.
+        NotTested: they share none, or a run has fewer than two measured checkpoints or an error
+            there that is not positive.
+    """
+    loss_column = measure.by(figure=CROSS_ENTROPY).column
+    paths = _paths(measure, arms, loss_column)
+
+    # the losses that every run has passed
+    losses = [[row[loss_column] for row in path] for of_arm in paths.values() for path in of_arm]
+    # Every run has passed what lies between the highest minimum and the lowest maximum.
+    low, high = max(map(min, losses)), min(map(max, losses))
+    if low > high:
+        raise NotTested(
+            f"the runs share no loss: one ends at {low:.4f}, another begins at {high:.4f} nats per"
+            " token"
+        )
+    if loss is not None and not low <= loss <= high:
+        raise UserError(
+            f"--loss {loss:g} is outside {low:.4f} to {high:.4f} nats per token, the losses that"
+            " all compared runs have passed; give one within"
+        )
+    # The lowest shared loss is the latest point that every run has passed.
+    at = low if loss is None else loss
+
+    where = f"at a loss of {at:.4f} nats per token"
+    where += ", the lowest that all reach" if loss is None else ""
+    return Answer(measure, where, _ranked_at(measure, paths, loss_column, at))
+
+
+def _paths(measure: Measure, arms: Arms, column: str) -> dict[str, list[list[Row]]]:
+    """Return the measured checkpoints of every arm, seed by seed, that have a column, too."""
+    return {
+        label: [_measured(measure, end, column) for end in ends]
+        for label, ends in arms.ends.items()
+    }
+
+
+def _ranked_at(
+    measure: Measure, paths: Mapping[str, Sequence[Sequence[Row]]], column: str, at: float
+) -> list[Ranked]:
+    """Rank by the figure where a column passes a value, read off the checkpoints of each run."""
+    choices = {}
+    for label, of_arm in paths.items():
+        crossings = [crossing(path, column, at) for path in of_arm]
+        choices[_label(label, crossings)] = [
+            interpolated(each, measure.column) for each in crossings
+        ]
+    return ranked(choices, measure.evidence.paired, measure.spec, measure.figure)
+
+
+def at_equal_tokens(measure: Measure, arms: Arms) -> Answer:
+    """Rank the arms by the quantized loss at the end of training, which has equal tokens.
+
+    Arms that cost more than the cheapest say so, in training FLOPs.
+
+    Raises:
+        NotTested: an end is not measured.
+    """
+    by_loss = measure.by(figure=QUANTIZED_LOSS)
+    ends = {label: [by_loss.end(end) for end in of_arm] for label, of_arm in arms.ends.items()}
+    # Arms are compared at one budget, so the first end tells it.
+    tokens = next(iter(ends.values()))[0]["tokens"]
+    costs = {label: of_arm[0][FLOPS] for label, of_arm in ends.items()}
+    choices: Mapping[str, Sequence[Weighted]] = {
+        f"{label}{_dearer(costs, label)}": [[(row, 1.0)] for row in of_arm]
+        for label, of_arm in ends.items()
+    }
+    where = f"at the end of {tokens:,} tokens"
+    return Answer(
+        by_loss, where, ranked(choices, measure.evidence.paired, measure.spec, QUANTIZED_LOSS)
+    )
+
+
+def _dearer(costs: Mapping[str, float | None], label: str) -> str:
+    """Return ' (1.25 x the FLOPs)', against the cheapest; empty where all cost the same."""
+    known = [cost for cost in costs.values() if cost is not None]
+    if len(known) < len(costs) or max(known) <= min(known) * (1 + SAME_COST):
+        return ""
+    return f" ({(costs[label] or 0.0) / min(known):.3g} x the FLOPs)"
+
+
+def at_equal_cost(measure: Measure, arms: Arms) -> Answer:
+    """Rank the arms by the quantized loss at the most training FLOPs that all of them reach.
+
+    Raises:
+        NotTested: they all end with these, or a run has fewer than two measured checkpoints, or
+            none before and after them.
+    """
+    by_loss = measure.by(figure=QUANTIZED_LOSS)
+    paths = _paths(by_loss, arms, FLOPS)
+    ends = [path[-1][FLOPS] for of_arm in paths.values() for path in of_arm]
+    at = min(ends)
+    if max(ends) <= at * (1 + SAME_COST):
+        raise NotTested(f"all cost {at:.4g} training FLOPs, see the list at equal tokens")
+    where = f"at {at:.4g} training FLOPs, the most that all reach"
+    return Answer(by_loss, where, _ranked_at(by_loss, paths, FLOPS, at))
+
+
+def crossing(rows: Sequence[Row], column: str, value: float) -> Crossing:
+    """Return the neighbours between which a column passes a value, the last time that it does.
+
+    Raises:
+        NotTested: it never does.
+
+    Example: 2.25 is three quarters of the way from 3 to 2.
+        >>> crossing([{"loss": 4.0}, {"loss": 3.0}, {"loss": 2.0}], "loss", 2.25).share
+        0.75
+    """
+    # From the end: a loss that goes up and down passes the value several times.
+    for first, second in reversed(list(pairwise(rows))):
+        start, end = first[column], second[column]
+        if min(start, end) <= value <= max(start, end):
+            return Crossing(first, second, 1.0 if start == end else (value - start) / (end - start))
+    raise NotTested(f"{rows[-1]['run']} does not pass {value:.5g} in column {column}")
+
+
+def interpolated(at: Crossing, column: str) -> Weighted:
+    """Return the weights of the two rows in the column between them.
+
+    log e is linear in the column that is crossed: e = e1^(1 - s) e2^s with the share s. Its
+    derivatives by e1 and e2 are the weights, e (1 - s) / e1 and e s / e2, and the sum is e itself.
+
+    Raises:
+        NotTested: an error is not positive.
+
+    Example: half of the way from 1 to 4 is 2 = 1 x 1 + 4 x 0.25.
+        >>> weighted = interpolated(Crossing({"error": 1.0}, {"error": 4.0}, 0.5), "error")
+        >>> [weight for row, weight in weighted]
+        [1.0, 0.25]
+    """
+    first, second, share = at
+    # Noise may take a small error below 0, where it has no logarithm.
+    if min(first[column], second[column]) <= 0:
+        raise NotTested(
+            f"{column} of {first['run']} is not positive at step {first['step']} or"
+            f" {second['step']} and has no logarithm: measure on more text"
+        )
+    value = first[column] ** (1 - share) * second[column] ** share
+    shares = ((first, 1 - share), (second, share))
+    # Times e_i this is e x share, so the weighted sum of both rows is e, as said above.
+    return [(row, value * part / row[column]) for row, part in shares if part]
+
+
+def _label(arm: str, crossings: Sequence[Crossing]) -> str:
+    """Return '0.01 (anneal phase, 1.2M tokens)', the place of the first seed."""
+    first, second, share = crossings[0]
+    tokens = (1 - share) * first["tokens"] + share * second["tokens"]
+    return f"{arm} ({second['phase']} phase, {amount_name(tokens).upper()} tokens)"
+
+
+def answers(evidence: Evidence, loss: float | None = None) -> list[Answer]:
+    """Return every ranking: at equal loss by each figure at each spec, then at equal tokens.
+
+    And last at equal FLOPs, of arms that differ in them.
+
+    Raises:
+        UserError: as `at_equal_loss`, or there are no arms.
+    """
+    groups, specs = groups_of(evidence), evidence.study.quantization.specs
+    if not groups:
+        study = evidence.study
+        others = [axis.name for axis in study.axes if axis.key != "peak_lr"]
+        way = (
+            f"its report begins with the effect of {enumeration(others)}, see also"
+            f" 'python -m study report {study.name} --claims'"
+        )
+        raise UserError(
+            "choose ranks peak learning rates, or optimizers, anneals and perturbations, and no two"
+            f" runs of {study.name} differ in these and their seed alone;"
+            f" {way if others else 'take a study that sweeps one'}"
+        )
+    matched = [
+        _answer(arms, Measure(evidence, spec, figure), at_equal_loss, loss)
+        for arms in groups
+        for spec in specs
+        for figure in evidence.study.quantization.measures
+    ]
+    losses = [
+        _answer(arms, Measure(evidence, spec, QUANTIZED_LOSS), rank)
+        for rank in (at_equal_tokens, at_equal_cost)
+        for arms in groups
+        # peaks cost the same
+        if rank is at_equal_tokens or arms.title == ARM
+        for spec in specs
+    ]
+    return [*matched, *losses]
+
+
+def groups_of(evidence: Evidence) -> list[Arms]:
+    """Return all that is ranked: sweeps of the peak first."""
+    return [*sweeps(evidence.ends), *interventions(evidence.ends)]
+
+
+def _answer(
+    arms: Arms, measure: Measure, rank: Callable[..., Answer], *arguments: float | None
+) -> Answer:
+    """Return a ranking, or the reason why there is none, with what else the arms share."""
+    study, used = measure.evidence.study, _runs(arms)
+    # What its runs share tells a group from the others of the study.
+    texts = {axis.name: {axis.text_of(run) for run in used} for axis in study.axes}
+    shared = [f"{name} {values.pop()}" for name, values in texts.items() if len(values) == 1]
+    try:
+        answer = rank(measure, arms, *arguments)
+    except NotTested as reason:
+        answer = Answer(measure, "not ranked", [], str(reason))
+    said = [*shared, answer.where, left_out(measure.evidence.ends, used)]
+    return answer._replace(where=", ".join(filter(None, said)), title=arms.title)
+
+
+NOTE = (
+    f"Intervals are {INTERVAL_LEVEL:.0%}, over {{sources}}; p is of no difference to the first,"
+    " paired, with Holm's correction over all pairs of a list. At equal loss log error is linear in"
+    " the loss between two checkpoints of a run, and the losses are taken as known; at equal FLOPs"
+    " likewise. A run that passes the loss or the FLOPs before the end of its anneal is compared as"
+    " it is there: one planned for these FLOPs would have ended its anneal."
+)
+
+
+def headline(rankings: Sequence[Answer]) -> str:
+    """Return the first ranking in a sentence; empty without any."""
+    answer = next((each for each in rankings if each.ranking), None)
+    if answer is None:
+        return ""
+    measure, (best, second, *_) = answer.measure, answer.ranking
+    return (
+        f"{_titled(measure)}, {answer.where}: {answer.title} {best.label} has the lowest,"
+        f" {_value(measure, best.estimate.value)}; {second.label} has"
+        f" {_difference(measure, second)}."
+    )
+
+
+def choice_line(evidence: Evidence) -> str:
+    """Return the first ranking; empty for a study without arms."""
+    return headline(answers(evidence)) if groups_of(evidence) else ""
+
+
+def answers_text(rankings: Sequence[Answer]) -> str:
+    """Return every ranking as lines, and a note on intervals and tests."""
+    lines = [headline(rankings)]
+    for answer in rankings:
+        title = f"{_titled(answer.measure)}, {answer.where}: {answer.reason}".rstrip()
+        lines += ["", title, *_ranking(answer.measure, answer.ranking)]
+    sources = dict.fromkeys(
+        name for answer in rankings for ranked in answer.ranking for name in ranked.estimate.sources
+    )
+    return "\n".join([*lines, "", NOTE.format(sources=" and ".join(sources) or "nothing")])
+
+
+def _titled(measure: Measure) -> str:
+    """Return the name of a measure with the unit of the values below it."""
+    return f"{measure.title} in nats per token" if measure.unit else measure.title
+
+
+def _ranking(measure: Measure, ranking: Sequence[Ranked]) -> Iterator[str]:
+    width = max((len(ranked.label) for ranked in ranking), default=0)
+    for number, ranked in enumerate(ranking, 1):
+        low, high = (_value(measure, end) for end in ranked.estimate.interval(INTERVAL_LEVEL))
+        value = f"{_value(measure, ranked.estimate.value)} [{low}, {high}]"
+        yield f"  {number}. {ranked.label:{width}}  {value}" + (
+            f"  {_difference(measure, ranked)}" if ranked.excess else ""
+        )
+
+
+def _value(measure: Measure, value: float) -> str:
+    if measure.figure == QUANTIZED_LOSS:
+        return f"{value:.4f}"
+    return f"{100 * value:.3g}%" if measure.figure.is_share else f"{value:.3g}"
+
+
+def _difference(measure: Measure, ranked: Ranked) -> str:
+    assert ranked.excess is not None
+    return f"{measure.effect(ranked.excess)}, Holm p {ranked.p_adjusted:.2g}"
