@@ -86,7 +86,7 @@ def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
         settings=fingerprint(run),
         slots=study.ranks,
         resumes=True,
-        expected_seconds=2 + (run.total_tokens - run.tokens_at(first)) / 32_000,
+        expected_seconds=2 + run.passed_tokens(first, run.total_steps) / 32_000,
     )
 
 

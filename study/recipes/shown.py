@@ -20,7 +20,7 @@ from train.planning import speed
 from train.planning.flops import GPUS, GPUS_PER_NODE
 from train.planning.speed import GpuHours
 from train.run.config import RunConfig
-from train.run.schedules import first_step
+from train.run.schedules import first_step, perturbed_in_words
 
 RUNS_SHOWN, METHODS_SHOWN = 18, 6  # on one screen
 NUMBERS = {"to step", "tokens", "checkpoints", "revisions"}  # columns of them
@@ -143,6 +143,8 @@ def _run_table(study: Study, runs_shown: int | None) -> Iterator[str]:
     for words, letter in letters.items():
         if letter in named:
             yield from _wrapped(f"schedule {letter}", words)
+    for words in dict.fromkeys(filter(None, map(perturbed_in_words, study.trained))):
+        yield from _wrapped("perturbed", words)
 
 
 def _letters() -> Iterator[str]:
@@ -163,6 +165,7 @@ def _trained(run: RunConfig, letters: Mapping[str, str]) -> dict[str, str]:
         "peak": f"{run.optimizer.peak_lr:g}{run.found_at}",
         "schedule": letters[_schedule(run)],
         "from": f"{branch.run.removeprefix('../')} at {branch.step:,}" if branch else "",
+        "perturbed": run.perturbation.describe() if run.perturbation else "",
         "to step": f"{run.total_steps:,}",
         "tokens": amount_name(_tokens(run)).upper(),
         "checkpoints": str(len(run.save_steps)),

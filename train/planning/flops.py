@@ -62,15 +62,12 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
 
 def training_flops(run: RunConfig, after: int, until: int) -> float:
-    """Return the FLOPs of the updates after `after`, up to `until`, of `run` itself.
+    """Return the FLOPs of the updates of `run` after `after`, up to `until`, of all their passes.
 
-    SAM passes twice over the tokens of a perturbed update. Rounding weights and drawing noise are
-    no products, and do not count.
+    Rounding weights and drawing noise are no products, and do not count.
     """
-    tokens = run.tokens_at(until) - run.tokens_at(after)
-    if run.perturbation:
-        tokens += (run.perturbation.PASSES - 1) * run.perturbed_tokens(after, until)
-    return tokens * flops_per_token(run.model, run.data.sequence_length)
+    per_token = flops_per_token(run.model, run.data.sequence_length)
+    return run.passed_tokens(after, until) * per_token
 
 
 @functools.cache

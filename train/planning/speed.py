@@ -193,7 +193,7 @@ ROUNDING = {  # QAT, by the first word of the spec
     "binary": Changing(73, 6, 23),
 }
 # Random words are of 64 bits, which most of the bytes mix.
-NOISE = Changing(396, 8, 74)
+NOISE = Changing(400, 8, 73)
 # An fp32 main weight in an ascent of SAM and its end: copied, moved along the gradient, restored;
 # and then each time written to the model's weights. With several ascents gradients are summed, too.
 ASCENT, SUM = (8 + 12 + 8 + 2 * FP32), 12

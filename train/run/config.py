@@ -346,6 +346,16 @@ class RunConfig(Frozen):
         sequences += self.perturbed_steps(after, until) * self.batch_size
         return sequences * self.data.sequence_length
 
+    def passed_tokens(self, after: int, until: int) -> int:
+        """Return the tokens that the updates after `after`, up to `until`, compute: of all passes.
+
+        SAM passes twice over the tokens of a perturbed update.
+        """
+        tokens = self.tokens_at(until) - self.tokens_at(after)
+        if self.perturbation is None:
+            return tokens
+        return tokens + (self.perturbation.PASSES - 1) * self.perturbed_tokens(after, until)
+
     @property
     def total_tokens(self) -> int:
         """Return the training tokens of the run, those before a branch included."""

@@ -47,19 +47,16 @@ def first_step(config: RunConfig) -> int:
 def perturbed_in_words(config: RunConfig) -> str:
     """Return the perturbation with the updates that have it; empty for a run without one.
 
-    Example: 'SAM rho 0.05: 2 passes of steps 5,001 to 6,000'.
+    Example: 'SAM rho 0.05: 2 passes of the steps 5,001 to 6,000'.
     """
-    perturbation, first = config.perturbation, first_step(config)
+    perturbation, anneal = config.perturbation, config.schedule.anneal
     if perturbation is None:
         return ""
-    anneal = config.schedule.anneal
-    begin = perturbation.after(anneal.start_step if anneal else None)
-    assert begin is not None  # refused by the run
+    # A run without an anneal that waits for one is refused.
+    before = perturbation.after(anneal.start_step if anneal else None) or 0
+    first, last = max(before, first_step(config)), config.total_steps
+
     passes = f"{perturbation.PASSES} passes of " if perturbation.PASSES > 1 else ""
-    count = config.perturbed_steps(first, config.total_steps)
-    span = config.total_steps - max(first, begin)
-    some = "" if count == span else f"{count:,} of the "
-    return (
-        f"{perturbation.describe()}: {passes}{some}steps {max(first, begin) + 1:,} to"
-        f" {config.total_steps:,}"
-    )
+    count = config.perturbed_steps(first, last)
+    some = "" if count == last - first else f"{count:,} of "
+    return f"{perturbation.describe()}: {passes}{some}the steps {first + 1:,} to {last:,}"
