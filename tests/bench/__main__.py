@@ -26,6 +26,7 @@ def main() -> None:
     for lines in (
         curvature_lines,
         lambda: lines_of(torchrun(2, "tests.bench.training")),
+        lambda: lines_of([sys.executable, "-m", "tests.bench.perturbing"]),
         lambda: lines_of([sys.executable, "-m", "tests.bench.loader"]),
         export_lines,
         quantization_lines,

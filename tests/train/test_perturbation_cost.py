@@ -138,7 +138,8 @@ def test_every_format_has_a_row():
 
 def test_noise_moves_the_bytes_of_the_roofline():
     kernels, moved = count_of(NOISY, torch.bfloat16)
-    assert (kernels, moved) == (NOISE.starts, pytest.approx(NOISE.weight, rel=0.02))
+    assert kernels == NOISE.starts
+    assert moved == pytest.approx(NOISE.weight, rel=0.02)
     assert count_of(NOISY, torch.float32)[1] - moved == pytest.approx(NOISE.wider, rel=0.02)
 
 
@@ -223,7 +224,7 @@ def step_and_measure(*run_dirs: str) -> None:
             sizes.append(sum(new.values()))  # noqa: B023
             return make_step(*arguments)  # noqa: B023
 
-        engine.train_step = measured  # type: ignore[method-assign]
+        setattr(engine, "train_step", measured)  # noqa: B010 mypy refuses the assignment
         train_step_of(run, engine, 1)(batch.of_replica(engine.replica), 1e-3, lambda _: True)
         rank = torch.distributed.get_rank()
         (run_dir / f"held{rank}.json").write_text(json.dumps(sizes[0]))
