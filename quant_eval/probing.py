@@ -1,8 +1,8 @@
 """The rounding of a training run, which finds these functions by their names.
 
-`train.rounding` measures what they return, `train.perturbing` trains with it.
+`train.rounding` measures what they return, `train.weight_changes` trains with it.
 
-Shapes: O output features (rows), I input features, G groups of a row, K weights of each.
+Shapes: O output features (rows), I input features, G groups of a row.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from base.errors import UserError
 from base.hessian import product_dtype
 from base.ranks import ALONE
 from quant_eval.group import LinearGroup
 from quant_eval.quantizer import QuantSpec
 from quant_eval.quantizers.rtn import RTN
-from quant_eval.rounding.grid import grouped_with_points, nearest_points
+from quant_eval.rounding.grid import check_scales, fit_grid, in_groups, round_to_nearest
 from quant_eval.specs import parse_spec
 
 
@@ -50,31 +49,33 @@ def _rounded(spec: QuantSpec, group: LinearGroup) -> Tensor:
         raise UserError(f"{group.name}: {error}") from None
 
 
-def weight_grid(name: str) -> RTN:
-    """Return the spec of a grid that weights are rounded to by nearest while training.
+@torch.no_grad()
+def round_to_grid(grid: RTN, weight_OI: Tensor, largest: Tensor | None) -> Tensor:
+    """Return whole rows of a weight rounded to a grid, fp32 [O, I].
+
+    Args:
+        grid: as `quant_eval.specs.weight_grid` returns it.
+        weight_OI: of any float dtype.
+        largest: fp32 [1], max|w| of all linears that read the same input; for grids that scale
+            tensors.
 
     Raises:
-        UserError: the spec is not one, or asks for more than rounding weights.
+        UserError: a weight is not finite, or a scale is beyond the grid's format.
     """
-    spec = parse_spec(name)
-    if not isinstance(spec, RTN):
-        raise UserError(f"spec {name} does not round to nearest; give rtn, such as rtn-b3-g128")
-    if spec.casts or spec.is_transformed:
-        raise UserError(
-            f"spec {name} does more than round weights; leave casts and transforms out, with -a16"
-            " for formats that cast activations by default"
-        )
-    return spec
+    return round_to_nearest(weight_OI, grid, largest).dense()
 
 
 @torch.no_grad()
-def step_sizes(name: str, weight_OI: Tensor) -> Tensor:
-    """Return the distance of neighbouring points of an integer grid, at each weight, fp32 [O, I].
+def step_sizes(grid: RTN, weight_OI: Tensor) -> Tensor:
+    """Return the distance of neighbouring points of integer grids, fp32 [O, G].
 
     Args:
-        name: of a spec such as rtn-b3-g128.
-        weight_OI: of any float dtype.
+        grid: of integers.
+        weight_OI: whole rows, of any float dtype.
+
+    Raises:
+        UserError: a weight is not finite, or a scale is beyond the grid's format.
     """
-    weight_KOG, grid = grouped_with_points(weight_OI, weight_grid(name))
-    scale_OGK = grid.scale[:, :, None].expand(-1, -1, len(weight_KOG))
-    return scale_OGK.reshape(weight_OI.shape)
+    scales_OG = fit_grid(in_groups(weight_OI, grid), grid).scale
+    check_scales(scales_OG, weight_OI, grid)
+    return scales_OG

@@ -387,6 +387,11 @@ class GridSpec(GroupSpec):
         """True if the inputs that share a scale are neighbours."""
         return True
 
+    @property
+    def scales_tensors(self) -> bool:
+        """True if one scale is of all linears that read the same input."""
+        return self.format == "nvfp4" or self.static_activations
+
     def _head(self) -> tuple[str, dict[str, Any]]:
         return (self.method if self.format == "int" else f"{self.method}-{self.format}"), {}
 

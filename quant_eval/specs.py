@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from base.errors import UserError
 from base.names import nearest
 from quant_eval.formats import FORMATS
-from quant_eval.quantizer import QuantSpec, parts_of
+from quant_eval.quantizer import CASTS, TRANSFORMS, QuantSpec, parts_of
 from quant_eval.quantizers import BY_METHOD, QUANTIZERS
 from quant_eval.quantizers.rtn import RTN
 from quant_eval.quantizers.unrounded import Unrounded
@@ -58,6 +58,27 @@ def parse_spec(text: str) -> QuantSpec:
     except _RefusedNameError as error:
         problem = str(error)
     raise UserError(f"spec {text!r}: {problem}; {HINT}")
+
+
+def weight_grid(text: str) -> RTN:
+    """Return the grid of a name that says to round weights to nearest, and nothing else.
+
+    UserError with the name to write instead, where there is one.
+
+    >>> weight_grid("mxfp4-a16").format
+    'mxfp4'
+    """
+    spec = parse_spec(text)
+    if not isinstance(spec, RTN):
+        raise UserError(
+            f"spec {text!r} does not round to nearest; give for example rtn-b3-g128 or mxfp4-a16"
+        )
+    changes_more = {name: RTN.model_fields[name].default for name in (*CASTS, *TRANSFORMS)}
+    alone = spec.model_copy(update=changes_more).name
+    # One spelling for each: it is a part of the identity of a run.
+    if text != alone:
+        raise UserError(f"spec {text!r} is not the name of a grid of weights alone; write {alone}")
+    return spec
 
 
 def _read_head(text: str) -> tuple[type[QuantSpec], Settings, str]:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from train.data.batches import Batch, Replica
 from train.forward_record import ForwardRecord, LinearRecord
@@ -73,12 +74,14 @@ class Linear(NamedTuple):
         name: HF name of its weight.
         pieces: live [O_i, I], consecutive rows of it; an engine may keep other weights' between.
         row, column: of its first number in the whole weight.
+        ranks: that have its parts, all along the one axis, in their order; None: this rank has all.
     """
 
     name: str
     pieces: tuple[Tensor, ...]
     row: int = 0
     column: int = 0
+    ranks: ProcessGroup | None = None
 
 
 class Snapshot(Protocol):

@@ -154,6 +154,8 @@ class _Training:
         self.clock.start()
         batch = self.batches(step)
         self.watchdog.enter(step, LoopPhase.COMPUTE)
+        if step == run.perturbed_from:
+            self.judge.forget()
         train_step = train_step_of(run, self.engine, step)
         if observes:
             result, figures = observed_step(

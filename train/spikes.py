@@ -72,6 +72,10 @@ class StepJudge:
         """Return the fields of a CheckpointRecord by which a resumed run judges as this one."""
         return {"judged_steps": tuple(self._window), "skips_in_a_row": self.skips_in_a_row}
 
+    def forget(self) -> None:
+        """Judge the next steps by themselves alone: losses before have another level."""
+        self._window.clear()
+
     def accept(self, result: StepResult) -> bool:
         """Return whether the update is to be made: `Engine.train_step` asks."""
         self.objection, self.skips = None, False

@@ -274,10 +274,13 @@ def round_to_nearest(weight_OI: Tensor, spec: GridSpec, largest: Tensor | None =
         >>> rounded.codes_OI.tolist(), rounded.dense().tolist()
         ([[5, 0, 5, 0]], [[1.0, -4.0, 0.5, -2.0]])
     """
-    weight_KOG, grid = grouped_with_points(weight_OI, spec, largest)
+    num_inputs = weight_OI.shape[1]
+    weight_KOG = in_groups(weight_OI, spec)
+    grid = fit_points(weight_KOG, spec, largest_of(weight_OI) if largest is None else largest)
+    check_scales(grid.scale, weight_OI, spec)
     codes_OGK = grid.codes(grid.steps(weight_KOG)).permute(1, 2, 0)
-    indices_I = torch.arange(weight_OI.shape[1], dtype=torch.int32, device=weight_OI.device)
-    groups_I = indices_I // len(weight_KOG)
+    inputs_I = torch.arange(num_inputs, dtype=torch.int32, device=weight_OI.device)
+    groups_I = inputs_I // (spec.group_size or num_inputs)
     return Rounded(
         codes_OGK.reshape(weight_OI.shape),
         grid.scale,
@@ -288,43 +291,15 @@ def round_to_nearest(weight_OI: Tensor, spec: GridSpec, largest: Tensor | None =
     )
 
 
-def nearest_points(weight_OI: Tensor, spec: GridSpec) -> Tensor:
-    """Return the point nearest to every weight, fp32 [O, I]: `round_to_nearest(...).dense()`.
+def in_groups(weight_OI: Tensor, spec: GridSpec) -> Tensor:
+    """Return a weight in fp32 as the functions of this file have it, [K, O, G].
 
-    It makes no codes and reads no scale twice, for training rounds all weights at every update.
-
-    Args:
-        weight_OI: as of `round_to_nearest`.
-        spec: as there.
-
-    Raises:
-        UserError: as there.
+    Example: the groups of a row are along the last dimension.
+        >>> in_groups(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), GridSpec(bits=3, group_size=2)).tolist()
+        [[[1.0, 3.0]], [[2.0, 4.0]]]
     """
-    weight_KOG, grid = grouped_with_points(weight_OI, spec)
-    points_KOG = grid.points(grid.steps(weight_KOG))
-    return points_KOG.permute(1, 2, 0).reshape(weight_OI.shape)
-
-
-def grouped_with_points(
-    weight_OI: Tensor, spec: GridSpec, largest: Tensor | None = None
-) -> tuple[Tensor, Points]:
-    """Return the weights by groups, fp32 [K, O, G], and the points of each group.
-
-    Args:
-        weight_OI: of any float dtype.
-        spec: the numbers, and the inputs that share a scale.
-        largest: as of `round_to_nearest`.
-
-    Raises:
-        UserError: a weight is not finite, or a scale is beyond the spec's format.
-    """
-    num_outputs, num_inputs = weight_OI.shape
-    group_size = spec.group_size or num_inputs
-    # Weights that share a scale are along the first dimension, as everything in this file has them.
-    weight_KOG = weight_OI.float().reshape(num_outputs, -1, group_size).permute(2, 0, 1)
-    grid = fit_points(weight_KOG, spec, largest_of(weight_OI) if largest is None else largest)
-    check_scales(grid.scale, weight_OI, spec)
-    return weight_KOG, grid
+    rows, inputs = weight_OI.shape
+    return weight_OI.float().reshape(rows, -1, spec.group_size or inputs).permute(2, 0, 1)
 
 
 def largest_of(weight_OI: Tensor) -> Tensor:

@@ -186,8 +186,8 @@ def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
 def linears(config: ModelConfig, model: GPTModel) -> Iterator[Linear]:
     """Yield this rank's part of every linear of a stage's layers, by its name in HF."""
     hidden = hidden_matrices(config)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
+    ranks = parallel_state.get_tensor_model_parallel_group()
+    rank, size = ranks.rank(), ranks.size()
     for name, parameter in global_parameters(model).items():
         # A fused matrix is a hidden one if all HF matrices in it are.
         if not hidden.issuperset(megatron_names.hf_names(name)):
@@ -201,6 +201,7 @@ def linears(config: ModelConfig, model: GPTModel) -> Iterator[Linear]:
                 pieces,
                 row=rank * rows if axis == 0 else 0,
                 column=rank * weight.shape[1] if axis == 1 else 0,
+                ranks=ranks if size > 1 else None,
             )
 
 

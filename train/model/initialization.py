@@ -77,7 +77,7 @@ def draw_normal(weights: Tensor, key: int, *, std: float, cut_at: float | None) 
         # The low 64 bits of the counter count within the chunk, the higher ones are its number.
         generator = np.random.Philox(key=key, counter=chunk << 64)
         bits = generator.random_raw((len(part) + 1) // 2).view(np.int32)
-        torch.mul(_standard_normal(torch.from_numpy(bits)[: len(part)], lowest), std, out=part)
+        torch.mul(standard_normal(torch.from_numpy(bits)[: len(part)], lowest), std, out=part)
 
     with ThreadPoolExecutor(_threads()) as pool:
         list(pool.map(draw, range(-(-len(weights) // CHUNK))))  # raises what a thread raised
@@ -88,8 +88,19 @@ def _threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _standard_normal(bits: Tensor, lowest: float) -> Tensor:
-    """Return a standard normal number for every int32, none with less than `lowest` beyond it."""
+def standard_normal(bits: Tensor, lowest: float = 0.0) -> Tensor:
+    """Return a standard normal number for every int32, none with less than `lowest` beyond it.
+
+    It is the same on any device.
+
+    Args:
+        bits: int32 of any shape.
+        lowest: a probability.
+
+    Example: the sign bit is that of the number.
+        >>> standard_normal(torch.tensor([1 << 30, (1 << 30) - (1 << 31)], dtype=torch.int32))
+        tensor([ 0.6745, -0.6745])
+    """
     sign, magnitude = bits & -(1 << 31), bits & ((1 << 31) - 1)
     # The 0.5 keeps the probability above 0, which has no quantile.
     beyond = magnitude.float().add_(0.5).mul_((0.5 - lowest) * 2.0**-31).add_(lowest)
@@ -98,11 +109,19 @@ def _standard_normal(bits: Tensor, lowest: float) -> Tensor:
     cell = (as_bits >> PLACE_BITS).sub_((FIRST_EXPONENT + 127) << CELL_BITS)  # exponents are biased
     fraction = (as_bits & ((1 << PLACE_BITS) - 1)).float().mul_(2.0**-PLACE_BITS)
 
-    first, rise = _quantiles()
-    distance = rise.index_select(0, cell).mul_(fraction).add_(first.index_select(0, cell))
+    first, rise = _quantiles_on(bits.device)
+    cell = cell.view(-1)  # what selects an index takes one dimension
+    distance = rise.index_select(0, cell).mul_(fraction.view(-1))
+    distance.add_(first.index_select(0, cell))
     # A distance is not negative, so its sign bit is 0, and xor sets that of the number.
-    distance.view(torch.int32).bitwise_xor_(sign)
-    return distance
+    distance.view(torch.int32).bitwise_xor_(sign.view(-1))
+    return distance.view(bits.shape)
+
+
+@cache
+def _quantiles_on(device: torch.device) -> tuple[Tensor, Tensor]:
+    first, rise = _quantiles()
+    return first.to(device), rise.to(device)
 
 
 @cache

@@ -214,19 +214,25 @@ class RunConfig(Frozen):
         if perturbation.from_step and perturbation.from_step > self.total_steps:
             raise ValueError(
                 f"perturbation.from_step {perturbation.from_step} is after the last step"
-                f" {self.total_steps}"
+                f" {self.total_steps}; lower it"
             )
+        perturbation.check(self.model)
 
     def perturbed_at(self, step: int) -> bool:
         """Return whether update `step` computes with changed weights."""
-        return self.perturbed_steps(step - 1, step) == 1
+        return bool(self.perturbation and self.perturbation.is_active(step, self._anneal_start))
 
-    def perturbed_steps(self, after: int, until: int) -> int:
-        """Return how many of the updates after `after`, up to `until`, have changed weights."""
-        anneal = self.schedule.anneal
-        if self.perturbation is None:
-            return 0
-        return self.perturbation.active_steps(after, until, anneal.start_step if anneal else None)
+    @property
+    def perturbed_from(self) -> int | None:
+        """Return the first update of this run, or branch, that its perturbation may change."""
+        first = self.perturbation.first_step(self._anneal_start) if self.perturbation else None
+        if first is None or self.branch_from is None:
+            return first
+        return max(first, self.branch_from.step + 1)
+
+    @property
+    def _anneal_start(self) -> int | None:
+        return self.schedule.anneal.start_step if self.schedule.anneal else None
 
     def _check_engine(self) -> None:
         if self.engine == "megatron":

@@ -1,14 +1,54 @@
 """Settings of what changes the weights that forward and backward see; a part of run.json.
 
 The update is that of the exact weights: `train.perturbing` restores them before it, bit for bit.
+
+Names of grids are those of `quant_eval`, whose function reads them. As `quant_eval` imports
+`train`, it is looked up by its name.
 """
 
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar, Literal, override
+from importlib import import_module
+from typing import Annotated, ClassVar, Literal, Protocol, Self, cast, override
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from base.frozen import Frozen
+from base.names import take_one_of
+from train.model.config import ModelConfig, hidden_matrices, parameter_shapes
+
+SPECS = "quant_eval.specs"
+
+
+class WeightGrid(Protocol):
+    """The part of a spec of `quant_eval` that training reads."""
+
+    @property
+    def format(self) -> str:
+        """Return the format of its numbers: "int" of integers."""
+        ...
+
+    @property
+    def group_size(self) -> int | None:
+        """Return the inputs that share a scale; None: a whole row does."""
+        ...
+
+    @property
+    def scales_tensors(self) -> bool:
+        """Return whether one scale is of all linears that read the same input."""
+        ...
+
+    def check_sizes(self, name: str, shape: tuple[int, int]) -> None:
+        """Raise ValueError where groups do not divide the inputs of a linear."""
+        ...
+
+
+def module_name(weight: str) -> str:
+    """Return the name of a linear within its part of a block, by the HF name of its weight.
+
+    >>> module_name("model.layers.2.mlp.down_proj.weight")
+    'down_proj'
+    """
+    return weight.removesuffix(".weight").rpartition(".")[2]
 
 
 class _Perturbation(Frozen, ABC):
@@ -24,12 +64,10 @@ class _Perturbation(Frozen, ABC):
         default=None, gt=0, description="the first update with it; None: the anneal's first"
     )
 
-    def active_steps(self, after: int, until: int, anneal_start: int | None) -> int:
-        """Return how many of the updates after `after`, up to `until`, have changed weights.
+    def first_step(self, anneal_start: int | None) -> int | None:
+        """Return the update that it begins with; None: with an anneal, and there is none.
 
         Args:
-            after: 0, or the last update that does not count.
-            until: the last update that counts.
             anneal_start: `Anneal.start_step` of the run, if it has an anneal.
 
         Example: the anneal from step 80 on, and every third step of it.
@@ -38,18 +76,17 @@ class _Perturbation(Frozen, ABC):
             >>> Sam(rho=0.1, every_steps=3).active_steps(0, 100, anneal_start=80)
             7
         """
-        before = self.after(anneal_start)
-        if before is None:
-            return 0
-        return max(0, self._eligible(until) - self._eligible(max(after, before)))
+        if self.from_step is not None:
+            return self.from_step
+        return None if anneal_start is None else anneal_start + 1
 
-    def after(self, anneal_start: int | None) -> int | None:
-        """Return the last update before those that may have changed weights; None: it has none."""
-        return anneal_start if self.from_step is None else self.from_step - 1
+    def is_active(self, step: int, anneal_start: int | None) -> bool:
+        """Return whether update `step`, from 1, computes with changed weights."""
+        first = self.first_step(anneal_start)
+        return first is not None and step >= first
 
-    def _eligible(self, step: int) -> int:
-        """Return how many of the updates up to `step` may be active."""
-        return step
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError where the settings do not fit a model."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -60,7 +97,8 @@ class _OfLinears(_Perturbation):
     """A change of the weights of the blocks' linears by the grid of a spec."""
 
     spec: str = Field(
-        description="rounding to nearest as `python -m quant_eval run --spec` names it"
+        description="rounding to nearest as `python -m quant_eval run --spec` names it, of weights"
+        " alone: rtn-b3-g128, ternary-g128, nvfp4-a16"
     )
     linears: tuple[str, ...] = Field(
         default=(),
@@ -68,9 +106,36 @@ class _OfLinears(_Perturbation):
         " the decoder blocks",
     )
 
+    @field_validator("spec")
+    @classmethod
+    def _is_grid(cls, spec: str) -> str:
+        import_module(SPECS).weight_grid(spec)
+        return spec
+
+    @property
+    def grid(self) -> WeightGrid:
+        """Return the grid that the spec names."""
+        return cast(WeightGrid, import_module(SPECS).weight_grid(self.spec))
+
     def takes(self, name: str) -> bool:
         """Return whether a linear is changed, by the HF name of its weight."""
-        return not self.linears or name.removesuffix(".weight").rpartition(".")[2] in self.linears
+        return not self.linears or module_name(name) in self.linears
+
+    @override
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError for a linear that the model lacks, or whose inputs are no groups."""
+        names = sorted(hidden_matrices(model))
+        modules = dict.fromkeys(map(module_name, names))
+        for linear in self.linears:
+            if linear not in modules:
+                raise ValueError(
+                    f"perturbation.linears has {linear!r}, and no linear of the blocks has that"
+                    f" name; {take_one_of(linear, modules)}"
+                )
+        shapes = parameter_shapes(model)
+        for name in filter(self.takes, names):
+            rows, inputs = shapes[name]
+            self.grid.check_sizes(name, (rows, inputs))
 
 
 class Qat(_OfLinears):
@@ -92,12 +157,22 @@ class Qat(_OfLinears):
 class Noise(_OfLinears):
     """Random weights of the size of rounding errors, drawn anew for every update.
 
-    Half a step of the spec's grid is the bound of `uniform`; `gaussian` has its variance.
+    Half a step of the spec's grid of integers, at the group of each weight, is the bound of
+    `uniform`; `gaussian` has its variance.
     """
 
     kind: Literal["noise"] = "noise"
     distribution: Literal["gaussian", "uniform"] = "gaussian"
     size: float = Field(default=1.0, gt=0, description="factor of the rounding error's size")
+
+    @model_validator(mode="after")
+    def _has_steps(self) -> Self:
+        if self.grid.format != "int":
+            raise ValueError(
+                f"noise has the size of a step between integers, and {self.spec} has other numbers;"
+                " give for example rtn-b4-g128, or QAT"
+            )
+        return self
 
     @override
     def describe(self) -> str:

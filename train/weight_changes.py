@@ -1,0 +1,174 @@
+"""Weights of linears rounded to a grid, or with noise of the size of its steps, at any layout.
+
+A rank changes its part of a weight as it would be changed in the whole one, so the numbers are
+those of one rank. Rounding is by functions of `quant_eval` that are looked up by their names, as in
+`train.rounding`: what an update sees is what `quant_eval run` makes of an export of the same
+weights.
+
+Shapes: O output features (rows), I input features, G groups of a row, R ranks, L linears.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from base.random_words import words_at
+from train.engine import Linear
+from train.model.config import ModelConfig, parameter_shapes
+from train.model.initialization import standard_normal
+from train.run.config import RunConfig
+from train.run.perturbation import Noise, Qat, WeightGrid, module_name
+
+# Returns the weight [O, I] of this rank that replaces the one given, with its numbers in fp32.
+Change = Callable[[Linear, Tensor], Tensor]
+
+PROBING = "quant_eval.probing"
+WORDS_AT_ONCE = 1 << 20  # of 8 bytes, and as much again a few times
+
+
+def rounded(settings: Qat, run: RunConfig, linears: Sequence[Linear]) -> Change:
+    """Return the rounding of a weight to the grid of the settings.
+
+    Args:
+        settings: of the run.
+        run: whose model has the linears.
+        linears: all of this rank, also those that keep their weights.
+    """
+    round_to_grid, grid = _of_probing("round_to_grid"), settings.grid
+    shapes = parameter_shapes(run.model)
+    largest = _largest(run.model, linears) if grid.scales_tensors else {}
+
+    def change(linear: Linear, weight_OI: Tensor) -> Tensor:
+        whole_OI = _whole_groups(linear, weight_OI, shapes[linear.name][1], grid)
+        rounded_OI: Tensor = round_to_grid(grid, whole_OI, largest.get(linear.name))
+        return _own_columns(linear, rounded_OI, weight_OI.shape[1])
+
+    return change
+
+
+def noisy(settings: Noise, run: RunConfig, step: int) -> Change:
+    """Return the addition of noise to a weight, in proportion to the steps of the grid.
+
+    The number at a place of a weight is a function of seed, step, name and place.
+    """
+    step_sizes, grid = _of_probing("step_sizes"), settings.grid
+    shapes = parameter_shapes(run.model)
+
+    def change(linear: Linear, weight_OI: Tensor) -> Tensor:
+        inputs = shapes[linear.name][1]
+        whole_OI = _whole_groups(linear, weight_OI, inputs, grid)
+        sizes_OG = step_sizes(grid, whole_OI) * settings.size
+        width = whole_OI.shape[1] // sizes_OG.shape[1]
+
+        changed_OI = weight_OI.to(torch.float32, copy=True)
+        for rows in _some_rows(weight_OI):
+            places_OI = _places(linear, rows, weight_OI, inputs)
+            words_OI = words_at(f"{run.seed}/{step}/{linear.name}", places_OI)
+            step_OI = sizes_OG[rows].repeat_interleave(width, dim=1)
+            step_OI = _own_columns(linear, step_OI, weight_OI.shape[1])
+            noise_OI = step_OI * centered(words_OI, settings.distribution)
+            changed_OI[rows] = changed_OI[rows] + noise_OI
+        return changed_OI
+
+    return change
+
+
+def centered(words: Tensor, distribution: str) -> Tensor:
+    """Return a number for each random word, fp32, of variance 1 / 12: uniform in +-1/2, or normal.
+
+    The same on any device: only numbers that fp32 holds exactly, sums and products.
+
+    Args:
+        words: int64 of any shape.
+        distribution: of `Noise`.
+
+    Example: the ends of the uniform ones are 2^-25 from -1/2 and 1/2.
+        >>> centered(torch.tensor([0, -1]), "uniform").tolist() == [2**-25 - 1 / 2, 1 / 2 - 2**-25]
+        True
+    """
+    if distribution == "uniform":
+        # 24 bits and the half that keeps them off the ends: odd multiples of 2^-25.
+        return ((words >> 40) & ((1 << 24) - 1)).float().add_(0.5 - (1 << 23)).mul_(2.0**-24)
+    return standard_normal((words >> 32).int()).mul_(math.sqrt(1 / 12))
+
+
+def _of_probing(name: str) -> Any:
+    return getattr(import_module(PROBING), name)
+
+
+def _some_rows(weight_OI: Tensor) -> Iterator[slice]:
+    """Yield ranges of rows of which the words take little memory."""
+    rows, columns = weight_OI.shape
+    count = max(1, WORDS_AT_ONCE // columns)
+    for begin in range(0, rows, count):
+        yield slice(begin, min(begin + count, rows))
+
+
+def _places(linear: Linear, rows: slice, weight_OI: Tensor, inputs: int) -> Tensor:
+    """Return the places of some rows of this rank in the whole weight, counted along its rows."""
+    device = weight_OI.device
+    row_O = torch.arange(linear.row + rows.start, linear.row + rows.stop, device=device)
+    column_I = torch.arange(linear.column, linear.column + weight_OI.shape[1], device=device)
+    return row_O[:, None] * inputs + column_I
+
+
+def _whole_groups(linear: Linear, weight_OI: Tensor, inputs: int, grid: WeightGrid) -> Tensor:
+    """Return a weight in which all inputs of a scale are here; of other ranks, if they cut groups.
+
+    Every rank of the linear has to call it.
+    """
+    columns = weight_OI.shape[1]
+    if columns == inputs or (grid.group_size and columns % grid.group_size == 0):
+        return weight_OI
+    assert linear.ranks is not None
+    everyone_ROI = weight_OI.new_empty(linear.ranks.size(), *weight_OI.shape)
+    dist.all_gather_into_tensor(
+        everyone_ROI.view(-1, columns), weight_OI.contiguous(), group=linear.ranks
+    )
+    return everyone_ROI.transpose(0, 1).reshape(len(weight_OI), inputs)
+
+
+def _own_columns(linear: Linear, weight_OI: Tensor, columns: int) -> Tensor:
+    """Return the columns of this rank, of a weight with all of them or with these alone."""
+    if weight_OI.shape[1] == columns:
+        return weight_OI
+    return weight_OI[:, linear.column : linear.column + columns]
+
+
+def _largest(model: ModelConfig, linears: Sequence[Linear]) -> dict[str, Tensor]:
+    """Return max|w| over all linears that read the same input and all their ranks, fp32 [1].
+
+    By the name of each. Every rank has to call it, and the ranks reduce once.
+    """
+    inputs: dict[str, list[int]] = {}
+    for index, linear in enumerate(linears):
+        inputs.setdefault(_input_of(model, linear.name), []).append(index)
+    largest_L = torch.stack(
+        [torch.stack([part.abs().amax() for part in linear.pieces]).amax() for linear in linears]
+    ).float()
+    if linears[0].ranks is not None:
+        dist.all_reduce(largest_L, dist.ReduceOp.MAX, group=linears[0].ranks)
+    return {
+        linears[index].name: largest_L[indices].amax().view(1)
+        for indices in inputs.values()
+        for index in indices
+    }
+
+
+def _input_of(model: ModelConfig, name: str) -> str:
+    """Return a name of the input of a linear, the same for all that read it.
+
+    >>> from train.model.presets import OLMO2_30M
+    >>> _input_of(OLMO2_30M, "model.layers.0.mlp.up_proj.weight")
+    'model.layers.0.mlp.gate_proj'
+    """
+    module = module_name(name)
+    parent = name.removesuffix(f".{module}.weight")
+    # Modules of one place do not feed each other: they read the same.
+    first = next(place[0] for place in model.row.data_flow if module in place)
+    return f"{parent}.{first}"
