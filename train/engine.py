@@ -67,7 +67,7 @@ Accept = Callable[[StepResult], bool]
 Flags = Callable[[], Sequence[float]]
 
 
-class Linear(NamedTuple):
+class LinearPart(NamedTuple):
     """A rank's part of a linear of the blocks, whose weight the model computes with.
 
     Attributes:
@@ -191,7 +191,7 @@ class Engine(Protocol):
         """
         ...
 
-    def linears(self) -> Iterable[Linear]:
+    def linears(self) -> list[LinearPart]:
         """Return the weights of the blocks' linears that the model computes with, live.
 
         This rank's rows or columns of each. They may share memory with the main weights: who writes

@@ -155,7 +155,7 @@ class _Training:
         batch = self.batches(step)
         self.watchdog.enter(step, LoopPhase.COMPUTE)
         if step == run.perturbed_from:
-            self.judge.forget()
+            self.judge.forget()  # losses at changed weights are no spikes
         train_step = train_step_of(run, self.engine, step)
         if observes:
             result, figures = observed_step(

@@ -2,8 +2,9 @@
 
 An engine's `train_step` asks `accept` between the backward pass and the update. There the exact
 weights are restored, bit for bit, and so the gradient at the changed weights updates the exact
-ones. Checkpoints, held-out losses and averages never see a changed weight: an update that an error
-ends leaves the engine with changed ones, and the run ends with it, without a save.
+ones. Loss and gradient norm of such an update are those at the changed weights. Checkpoints,
+held-out losses, probes and averages never see one: an update that an error ends leaves the engine
+with changed weights, and the run ends with it, without a save.
 
 The weights that are changed are those that the engine computes with: bf16 ones under megatron in
 bf16, whose changed values are bf16 again, and else fp32 ones, which DeepSpeed in bf16 casts in its
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from train.data.batches import Batch
-from train.engine import Accept, Engine, Flags, Linear, StepResult
+from train.engine import Accept, Engine, Flags, LinearPart, StepResult
 from train.run.config import RunConfig
 from train.run.perturbation import Noise, Qat, Sam
 from train.weight_changes import Change, noisy, rounded
@@ -46,7 +47,7 @@ def train_step_of(run: RunConfig, engine: Engine, step: int) -> TrainStep:
 
 
 def _change_of(
-    settings: Qat | Noise, run: RunConfig, step: int, linears: Sequence[Linear]
+    settings: Qat | Noise, run: RunConfig, step: int, linears: Sequence[LinearPart]
 ) -> Change:
     """Return the change of a weight at an update."""
     if isinstance(settings, Qat):

@@ -18,20 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base.random_words import words_at
-from train.engine import Linear
+from train.engine import LinearPart
 from train.model.config import ModelConfig, parameter_shapes
 from train.model.initialization import standard_normal
 from train.run.config import RunConfig
 from train.run.perturbation import Noise, Qat, WeightGrid, module_name
 
 # Returns the weight [O, I] of this rank that replaces the one given, with its numbers in fp32.
-Change = Callable[[Linear, Tensor], Tensor]
+Change = Callable[[LinearPart, Tensor], Tensor]
 
 PROBING = "quant_eval.probing"
-WORDS_AT_ONCE = 1 << 20  # of 8 bytes, and as much again a few times
+WORDS_AT_ONCE = 1 << 22  # of 8 bytes, and as much again a few times
 
 
-def rounded(settings: Qat, run: RunConfig, linears: Sequence[Linear]) -> Change:
+def rounded(settings: Qat, run: RunConfig, linears: Sequence[LinearPart]) -> Change:
     """Return the rounding of a weight to the grid of the settings.
 
     Args:
@@ -43,7 +43,7 @@ def rounded(settings: Qat, run: RunConfig, linears: Sequence[Linear]) -> Change:
     shapes = parameter_shapes(run.model)
     largest = _largest(run.model, linears) if grid.scales_tensors else {}
 
-    def change(linear: Linear, weight_OI: Tensor) -> Tensor:
+    def change(linear: LinearPart, weight_OI: Tensor) -> Tensor:
         whole_OI = _whole_groups(linear, weight_OI, shapes[linear.name][1], grid)
         rounded_OI: Tensor = round_to_grid(grid, whole_OI, largest.get(linear.name))
         return _own_columns(linear, rounded_OI, weight_OI.shape[1])
@@ -59,7 +59,7 @@ def noisy(settings: Noise, run: RunConfig, step: int) -> Change:
     step_sizes, grid = _of_probing("step_sizes"), settings.grid
     shapes = parameter_shapes(run.model)
 
-    def change(linear: Linear, weight_OI: Tensor) -> Tensor:
+    def change(linear: LinearPart, weight_OI: Tensor) -> Tensor:
         inputs = shapes[linear.name][1]
         whole_OI = _whole_groups(linear, weight_OI, inputs, grid)
         sizes_OG = step_sizes(grid, whole_OI) * settings.size
@@ -109,7 +109,7 @@ def _some_rows(weight_OI: Tensor) -> Iterator[slice]:
         yield slice(begin, min(begin + count, rows))
 
 
-def _places(linear: Linear, rows: slice, weight_OI: Tensor, inputs: int) -> Tensor:
+def _places(linear: LinearPart, rows: slice, weight_OI: Tensor, inputs: int) -> Tensor:
     """Return the places of some rows of this rank in the whole weight, counted along its rows."""
     device = weight_OI.device
     row_O = torch.arange(linear.row + rows.start, linear.row + rows.stop, device=device)
@@ -117,7 +117,7 @@ def _places(linear: Linear, rows: slice, weight_OI: Tensor, inputs: int) -> Tens
     return row_O[:, None] * inputs + column_I
 
 
-def _whole_groups(linear: Linear, weight_OI: Tensor, inputs: int, grid: WeightGrid) -> Tensor:
+def _whole_groups(linear: LinearPart, weight_OI: Tensor, inputs: int, grid: WeightGrid) -> Tensor:
     """Return a weight in which all inputs of a scale are here; of other ranks, if they cut groups.
 
     Every rank of the linear has to call it.
@@ -133,14 +133,14 @@ def _whole_groups(linear: Linear, weight_OI: Tensor, inputs: int, grid: WeightGr
     return everyone_ROI.transpose(0, 1).reshape(len(weight_OI), inputs)
 
 
-def _own_columns(linear: Linear, weight_OI: Tensor, columns: int) -> Tensor:
+def _own_columns(linear: LinearPart, weight_OI: Tensor, columns: int) -> Tensor:
     """Return the columns of this rank, of a weight with all of them or with these alone."""
     if weight_OI.shape[1] == columns:
         return weight_OI
     return weight_OI[:, linear.column : linear.column + columns]
 
 
-def _largest(model: ModelConfig, linears: Sequence[Linear]) -> dict[str, Tensor]:
+def _largest(model: ModelConfig, linears: Sequence[LinearPart]) -> dict[str, Tensor]:
     """Return max|w| over all linears that read the same input and all their ranks, fp32 [1].
 
     By the name of each. Every rank has to call it, and the ranks reduce once.
@@ -154,7 +154,7 @@ def _largest(model: ModelConfig, linears: Sequence[Linear]) -> dict[str, Tensor]
     if linears[0].ranks is not None:
         dist.all_reduce(largest_L, dist.ReduceOp.MAX, group=linears[0].ranks)
     return {
-        linears[index].name: largest_L[indices].amax().view(1)
+        linears[index].name: torch.stack([largest_L[each] for each in indices]).amax().view(1)
         for indices in inputs.values()
         for index in indices
     }

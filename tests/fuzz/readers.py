@@ -64,6 +64,7 @@ from train.run.dcp_metadata import read_metadata
 from train.run.directory import MODEL_INDEX, RunDirectory, read_checkpoint_record
 from train.run.environment import attempts
 from train.run.metrics import read_metrics
+from train.run.perturbation import Noise, Qat, Sam
 
 Mutate = Callable[[Random, bytes], bytes]
 Make = Callable[[Path, "Sources"], list[Path]]
@@ -150,6 +151,17 @@ for setting in (
 # --- runs and studies ---
 
 _file("run.json", RUN.model_dump_json(), lambda path: _used(load_run(path)))
+for perturbation in (
+    Qat(spec="nvfp4-a16", linears=("down_proj",)),
+    Noise(spec="rtn-b4-g8-asym", from_step=3),
+    Sam(rho=0.05, every_steps=2),
+):
+    _file(
+        f"{perturbation.kind} of run.json",
+        studies.changed(RUN, perturbation=perturbation).model_dump_json(),
+        lambda path: _used(load_run(path)),
+        file="run.json",
+    )
 _file(
     "study.json",
     json.dumps(sealed(studies.watched_study().model_dump(mode="json"))),

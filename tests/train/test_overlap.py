@@ -18,11 +18,14 @@ from train.distributed import start
 from train.engine import Engine
 from train.model.config import ModelConfig
 from train.optimizers.adamw import AdamW
+from train.perturbing import train_step_of
 from train.run.config import load_run
 from train.run.optimization import Lawa
+from train.run.perturbation import Qat
 
 DRAWN = torch.Generator().manual_seed(5)
 BATCHES = [torch.randint(0, 320, (8, 33), generator=DRAWN) for _ in range(4)]
+PERTURBED_STEP = 10
 # A bucket for every matrix.
 OVERLAPPED: dict[str, Any] = {"overlaps": lambda _: True, "BUCKET_ELEMENTS": 2000}
 
@@ -38,13 +41,22 @@ class Rank:
         self.figures: list[Any] = []
         draw_weights(self.engine, run)
 
-    def step(self, index: int, *, accepted: bool = True, observed: bool = False) -> None:
+    def step(
+        self,
+        index: int,
+        *,
+        accepted: bool = True,
+        observed: bool = False,
+        perturbed: bool = False,
+    ) -> None:
         def accept(_: object) -> bool:
             if observed:  # as `train.observing` does
                 self.engine.weights()
             return accepted
 
-        self.figures.append(self.engine.train_step(self.batch(index), 1e-2, accept).figures)
+        number = PERTURBED_STEP if perturbed else 1
+        train_step = train_step_of(self.engine.run, self.engine, number)
+        self.figures.append(train_step(self.batch(index), 1e-2, accept).figures)
 
     def evaluate(self) -> None:
         self.figures.append(self.engine.evaluate(self.batch(3)))
@@ -116,6 +128,12 @@ def use_engine(run_dir: Path, mode: str) -> Engine:
     logits = rank.engine.probe(BATCHES[0][:2, :-1]).get("logits")
     rank.figures.append([] if logits is None else logits.tolist())
 
+    # Right after an update, whose weights have to be gathered before they are rounded.
+    rank.step(3, perturbed=True)
+    rank.step(0, perturbed=True, accepted=False)
+    rank.step(1, perturbed=True, observed=True)
+    rank.evaluate()
+
     rank.step(0)
     rank.engine.load(rank.out / "fork")
     rank.step(1)
@@ -158,6 +176,7 @@ def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline, tied):
         "micro_batch_size": 2,
         "optimizer": AdamW(peak_lr=1e-2, clip_grad_norm=1e6),
         "averages": (Lawa(interval_steps=1, window=2),),
+        "perturbation": Qat(spec="rtn-b3-g8", from_step=PERTURBED_STEP),
     }
     model = ModelConfig(
         **widths(32, 64, 4, 4, vocab_size=320, num_hidden_layers=4), tie_word_embeddings=tied

@@ -31,7 +31,7 @@ from train.deepspeed.setup import deepspeed_config, join
 from train.deepspeed.sharded_weights import OneGroupOptimizer, ShardedWeights
 from train.deepspeed.sharding import Partition, Sharding, by_piece
 from train.distributed import with_flags
-from train.engine import Accept, Change, Flags, Linear, Snapshot, StepResult
+from train.engine import Accept, Flags, LinearPart, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.model.attention import attention_kernel
 from train.model.config import hidden_matrices
@@ -231,16 +231,15 @@ class DeepSpeedEngine:
             self.evaluate(batch)
         return record
 
-    def linears(self) -> Iterator[Linear]:
+    def linears(self) -> list[LinearPart]:
         """Return the weights of the blocks' linears that the model computes with, live."""
         self._memory.fence()
         names = hidden_matrices(self.run.model)
-        yield from self._sharding.linears(names)
-
-    def change_linears(self, change: Change) -> Callable[[], None]:
-        """Have the model compute with changed weights; return what restores them."""
-        self._memory.fence()
-        return self._sharding.change_linears(hidden_matrices(self.run.model), change)
+        return [
+            LinearPart(name, (weight.detach(),))
+            for name, weight in self._parameters.items()
+            if name in names
+        ]
 
     @torch.no_grad()
     def record_linears(self, batch: Batch, names: Sequence[str]) -> dict[str, LinearRecord]:

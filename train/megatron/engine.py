@@ -25,7 +25,7 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.distributed import gathered, with_flags
-from train.engine import Accept, Change, Flags, Linear, Snapshot, StepResult, change_in_place
+from train.engine import Accept, Flags, LinearPart, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.megatron import transformer_engine
 from train.megatron.layers import kernel_of_attention
@@ -162,7 +162,7 @@ class MegatronEngine:
         with torch.no_grad():
             return record_forward(self._pipeline, batch)
 
-    def linears(self) -> list[Linear]:
+    def linears(self) -> list[LinearPart]:
         """Return the weights of this stage's linears that the model computes with, live."""
         self._memory.fence()
         self._pipeline.model.finish_gather()

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from train.engine import Linear
+from train.engine import LinearPart
 from train.megatron import transformer_engine
 from train.megatron.layers import (
     CausalAttention,
@@ -183,7 +183,7 @@ def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
     return parameters
 
 
-def linears(config: ModelConfig, model: GPTModel) -> Iterator[Linear]:
+def linears(config: ModelConfig, model: GPTModel) -> Iterator[LinearPart]:
     """Yield this rank's part of every linear of a stage's layers, by its name in HF."""
     hidden = hidden_matrices(config)
     ranks = parallel_state.get_tensor_model_parallel_group()
@@ -196,7 +196,7 @@ def linears(config: ModelConfig, model: GPTModel) -> Iterator[Linear]:
         for hf_name, spans in megatron_names.hf_rows(name, config, size).items():
             pieces = tuple(weight[begin:end] for begin, end in spans)
             rows = sum(map(len, pieces))
-            yield Linear(
+            yield LinearPart(
                 hf_name,
                 pieces,
                 row=rank * rows if axis == 0 else 0,

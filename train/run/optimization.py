@@ -219,7 +219,7 @@ class SpikeConfig(Frozen):
 
     OLMo2-32B skips such steps (OLMo-core, SkipStepOptimizer, 6 sigmas over 128 steps). Skipped
     steps count among the steps before: a loss that stays high is soon no spike any more, one that
-    keeps rising stops the run.
+    keeps rising stops the run. Where a perturbation begins, no step before counts any more.
     """
 
     window_steps: int = Field(default=128, gt=1, description="steps before, at most")
