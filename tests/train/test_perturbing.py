@@ -54,8 +54,9 @@ from train.run_data import open_data
 from train.weight_changes import centered, noisy, rounded
 
 STEPS, RATE, Z_LOSS = 20, 1e-2, 1e-5
-# Of a gradient, by its L2 norm; seen: 1.2e-6 and XX. A weight in bf16 may round to another point.
-MOST = {"fp32": 2e-6, "bf16": 0.5}
+# Of a gradient, by its L2 norm; seen: 1.4e-6 and 0.13. In bf16 a weight in a hundred is rounded to
+# another point than in fp64; that rounded weights are right is shown by equality.
+MOST = {"fp32": 2e-6, "bf16": 0.3}
 # A rank of tensor parallelism has half of a row of o_proj and down_proj: 16 and 32 inputs.
 SOME = Qat(spec="rtn-b3-perchannel-asym", linears=("q_proj", "up_proj", "o_proj"), from_step=1)
 ALL = Qat(spec="rtn-b3-g16", from_step=1)
@@ -300,7 +301,6 @@ def test_gradients_are_those_of_a_plain_loop_at_every_layout(tmp_path, inputs, p
     for name, run in runs.items():
         errors = json.loads((tmp_path / name / "errors.json").read_text())
         assert len(errors) == STEPS
-        print(name, max(errors))
         assert max(errors) < MOST[run.precision], name
 
 
