@@ -54,8 +54,8 @@ from train.run_data import open_data
 from train.weight_changes import centered, noisy, rounded
 
 STEPS, RATE, Z_LOSS = 20, 1e-2, 1e-5
-# Of a gradient, by its L2 norm; seen: 1.4e-6 and 0.13. In bf16 a weight in a hundred is rounded to
-# another point than in fp64; that rounded weights are right is shown by equality.
+# Of a gradient, by its L2 norm; seen: 1.4e-6 and 0.13. An engine in bf16 rounds weights in bf16,
+# some to other points than the plain loop; that rounded weights are right is shown by equality.
 MOST = {"fp32": 2e-6, "bf16": 0.3}
 # A rank of tensor parallelism has half of a row of o_proj and down_proj: 16 and 32 inputs.
 SOME = Qat(spec="rtn-b3-perchannel-asym", linears=("q_proj", "up_proj", "o_proj"), from_step=1)
