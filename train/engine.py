@@ -7,7 +7,6 @@ Shapes: B sequences, S tokens, V vocabulary.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -53,6 +52,25 @@ class StepResult(NamedTuple):
             common["counted_fraction"] = counted / positions
         return StepResult(cross_entropy / max(counted, 1), grad_norm, common | metrics, flags)
 
+    @staticmethod
+    def joined(parts: Sequence["StepResult"]) -> "StepResult":
+        """Return the result of a batch from those of its parts, each of as many positions.
+
+        Norm and flags are those of the last part.
+        """
+        fractions = [part.metrics.get("counted_fraction", 1.0) for part in parts]
+        counted = math.fsum(fractions)
+
+        def mean(values: Iterable[float]) -> float:
+            pairs = zip(values, fractions, strict=True)
+            return sum(value * fraction for value, fraction in pairs) / (counted or 1.0)
+
+        names = parts[-1].metrics.keys() - {"counted_fraction"}
+        metrics = {name: mean(part.metrics[name] for part in parts) for name in sorted(names)}
+        if counted < len(parts):
+            metrics["counted_fraction"] = counted / len(parts)
+        return parts[-1]._replace(loss=mean(part.loss for part in parts), metrics=metrics)
+
     @property
     def figures(self) -> dict[str, float]:
         """Return all figures by the name under which they are logged."""
@@ -65,6 +83,7 @@ class StepResult(NamedTuple):
 
 Accept = Callable[[StepResult], bool]
 Flags = Callable[[], Sequence[float]]
+Revise = Callable[[list[Tensor]], None]
 
 
 class LinearPart(NamedTuple):
@@ -136,14 +155,20 @@ class Engine(Protocol):
         ...
 
     def train_step(
-        self, batch: Batch, learning_rate: float, accept: Accept, flags: Flags = tuple
+        self,
+        batch: Batch,
+        learning_rate: float,
+        accept: Accept,
+        flags: Flags = tuple,
+        revise: Revise | None = None,
     ) -> StepResult:
         """Run forward and backward; if `accept` takes losses and norm, clip and update.
 
         The batch is that of this rank's replica.
         A rejected step leaves weights and optimizer state bit for bit as they were. All ranks
         decide alike. `flags` is called once, when forward and backward are dispatched: its numbers
-        are summed over all ranks by the reduction of the losses, into the result.
+        are summed over all ranks by the reduction of the losses, into the result. `revise` may
+        write to `gradients()`, which it is given, before their norm is taken.
         """
         ...
 

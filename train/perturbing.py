@@ -6,11 +6,8 @@ ones. Loss and gradient norm of such an update are those at the changed weights.
 held-out losses, probes and averages never see one: an update that an error ends leaves the engine
 with changed weights, and the run ends with it, without a save.
 
-The weights that are changed are those that the engine computes with: bf16 ones under megatron in
-bf16, whose changed values are bf16 again, and else fp32 ones, which DeepSpeed in bf16 casts in its
-products. An export in fp32 or bf16 has the same weights, and `quant_eval run` rounds them alike.
-
-Settings are in `train.run.perturbation`, the changes of weights in `train.weight_changes`.
+Settings are in `train.run.perturbation`, the passes of SAM in `train.ascending`. Weights are rounded
+by functions of `quant_eval` that are looked up by their names, as in `train.rounding`.
 
 Shapes: O output features (rows), I input features.
 """
@@ -22,6 +19,8 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from base.random_words import words_at
+from train.ascending import after_ascent
 from train.data.batches import Batch
 from train.engine import Accept, Engine, Flags, LinearPart, StepResult
 from train.run.config import RunConfig
@@ -41,7 +40,7 @@ def train_step_of(run: RunConfig, engine: Engine, step: int) -> TrainStep:
         case Qat() | Noise():
             return partial(_with_changed_linears, engine, perturbation, run, step)
         case Sam():
-            return partial(_after_ascent, engine, perturbation)
+            return partial(after_ascent, engine, perturbation)
         case _:
             assert_never(perturbation)
 
@@ -86,15 +85,3 @@ def _with_changed_linears(
 
     with torch.enable_grad():
         return engine.train_step(batch, learning_rate, restore, flags)
-
-
-def _after_ascent(
-    engine: Engine,
-    settings: Sam,
-    batch: Batch,
-    learning_rate: float,
-    accept: Accept,
-    flags: Flags = tuple,
-) -> StepResult:
-    """Run the engine's `train_step` at the weights after a step up the loss of the batch."""
-    raise NotImplementedError

@@ -69,12 +69,17 @@ class Batch(NamedTuple):
         starts_BS = None if self.starts_BS is None else self.starts_BS[rows]
         return Batch(self.tokens_BS[rows], counted_BS, starts_BS)
 
-    def microbatches(self, size: int, device: torch.device) -> list["Batch"]:
-        """Return the sequences in pieces of `size`, on the device."""
-        tokens = self.tokens_BS.to(device, non_blocking=True).split(size)
-        counted = self.counted_BS.to(device, non_blocking=True).split(size)
+    def split(self, size: int) -> list["Batch"]:
+        """Return the sequences in pieces of `size`."""
+        tokens, counted = self.tokens_BS.split(size), self.counted_BS.split(size)
         starts = [None] * len(tokens) if self.starts_BS is None else self.starts_BS.split(size)
         return [Batch(*piece) for piece in zip(tokens, counted, starts, strict=True)]
+
+    def microbatches(self, size: int, device: torch.device) -> list["Batch"]:
+        """Return the sequences in pieces of `size`, on the device."""
+        tokens_BS = self.tokens_BS.to(device, non_blocking=True)
+        counted_BS = self.counted_BS.to(device, non_blocking=True)
+        return Batch(tokens_BS, counted_BS, self.starts_BS).split(size)
 
     def pinned(self) -> "Batch":
         """Return the batch in memory that a GPU copies from while the host continues."""

@@ -31,7 +31,7 @@ from train.deepspeed.setup import deepspeed_config, join
 from train.deepspeed.sharded_weights import OneGroupOptimizer, ShardedWeights
 from train.deepspeed.sharding import Partition, Sharding, by_piece
 from train.distributed import with_flags
-from train.engine import Accept, Flags, LinearPart, Snapshot, StepResult
+from train.engine import Accept, Flags, Linear, Revise, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.model.attention import attention_kernel
 from train.model.config import hidden_matrices
@@ -137,7 +137,12 @@ class DeepSpeedEngine:
         return {"attention": attention, "weight_gradients": "torch, in the weights' dtype"}
 
     def train_step(
-        self, batch: Batch, learning_rate: float, accept: Accept, flags: Flags = tuple
+        self,
+        batch: Batch,
+        learning_rate: float,
+        accept: Accept,
+        flags: Flags = tuple,
+        revise: Revise | None = None,
     ) -> StepResult:
         """Run forward and backward on the replica's batch; if accepted, clip and update."""
         self._optimizer.set_rate(learning_rate)
@@ -156,6 +161,10 @@ class DeepSpeedEngine:
             self._engine.backward(loss)
             totals += sums
 
+        if revise:
+            gradients = self._sharding.gradients()
+            revise(self._unpadded(gradients))
+            self._sharding.set_gradients(gradients)
         totals = with_flags(totals, flags())
         dist.all_reduce(totals)
         norm = self._sharding.gradient_norm().to(totals)
@@ -217,7 +226,11 @@ class DeepSpeedEngine:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient of `weights()` before clipping."""
-        return self._sharding.gradients(self._partitions)
+        return self._unpadded(self._sharding.gradients())
+
+    def _unpadded(self, values: list[Tensor]) -> list[Tensor]:
+        """Return views, in the shape of `weights()`, of values in that of their owners."""
+        return [part.of(value) for part, value in zip(self._partitions, values, strict=True)]
 
     def by_parameter(self, values: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield HF name and this rank's part for each parameter."""

@@ -123,13 +123,21 @@ class Sharding:
         """Return the L2 norm of the whole gradient before clipping; infinite if it overflowed."""
         return torch.as_tensor(self._optimizer.scaled_global_norm())
 
-    def gradients(self, partitions: list[Partition]) -> list[Tensor]:
-        """Return the reduced gradients of the partitions, one of every group."""
-        averaged = self._optimizer.averaged_gradients
+    def gradients(self) -> list[Tensor]:
+        """Return copies of every group's reduced gradients, flat; padding may follow."""
+        gradients = self._optimizer.averaged_gradients
         return [
             partition.of(torch.cat([part.flatten() for part in averaged[group]]))
             for group, partition in enumerate(partitions)
         ]
+
+    def set_gradients(self, values: list[Tensor]) -> None:
+        """Replace the reduced gradients by values like those of `gradients`."""
+        for group, value in enumerate(values):
+            parts = self._optimizer.averaged_gradients[group]
+            pieces = value.split([part.numel() for part in parts])
+            for part, piece in zip(parts, pieces, strict=True):
+                part.copy_(piece.view_as(part))
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step, as DeepSpeed does where they overflow."""

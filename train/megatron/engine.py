@@ -25,7 +25,7 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.distributed import gathered, with_flags
-from train.engine import Accept, Flags, LinearPart, Snapshot, StepResult
+from train.engine import Accept, Flags, Linear, Revise, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.megatron import transformer_engine
 from train.megatron.layers import kernel_of_attention
@@ -39,6 +39,7 @@ from train.megatron.model import (
 from train.megatron.optimizer import (
     build_optimizer,
     clip_and_update,
+    hand_over_gradients,
     register_matrices,
     squared_gradient_norm,
 )
@@ -105,12 +106,20 @@ class MegatronEngine:
         return {"attention": attention, "weight_gradients": "torch, in fp32"}
 
     def train_step(
-        self, batch: Batch, learning_rate: float, accept: Accept, flags: Flags = tuple
+        self,
+        batch: Batch,
+        learning_rate: float,
+        accept: Accept,
+        flags: Flags = tuple,
+        revise: Revise | None = None,
     ) -> StepResult:
         """Run forward and backward on the replica's batch; if accepted, clip and update."""
         self._pipeline.model.zero_grad_buffer()
         self._optimizer.zero_grad()
         sums = self._pipeline.losses(batch, forward_only=False)
+        hand_over_gradients(self._optimizer)
+        if revise:
+            revise(self.gradients())
         square = squared_gradient_norm(self._optimizer)
         # One reduction, and one transfer to the host, for the norm, the losses and the flags.
         square_of_all, *sums_of_all = _over_all_ranks(

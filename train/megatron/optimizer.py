@@ -90,13 +90,18 @@ def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> Distribut
 
 
 @torch.no_grad()
+def hand_over_gradients(optimizer: DistributedOptimizer) -> None:
+    """Hand the reduced gradients of this rank's weights to the optimizer."""
+    overflowed = optimizer.prepare_grads()
+    assert not overflowed  # only a loss scaler looks for it, and there is none
+
+
+@torch.no_grad()
 def squared_gradient_norm(optimizer: DistributedOptimizer) -> Tensor:
     """Return this rank's part of the squared L2 norm of the whole gradient: [1] fp64.
 
-    The sum over all ranks counts every weight once. Hands the reduced gradients to the optimizer.
+    The sum over all ranks counts every weight once.
     """
-    overflowed = optimizer.prepare_grads()
-    assert not overflowed  # only a loss scaler looks for it, and there is none
     gradients = optimizer.get_grads_for_grad_norm()
     # In a small model a rank may hold no weight that counts here.
     if not gradients:

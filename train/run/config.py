@@ -25,7 +25,7 @@ from train.optimizers import AnyOptimizer
 from train.optimizers.settings import MatrixOptimizer
 from train.run.optimization import Ema, Lawa, ScheduleConfig, SmallerBatch, SpikeConfig
 from train.run.parallel import ParallelConfig, ZeroConfig
-from train.run.perturbation import Perturbation
+from train.run.perturbation import Perturbation, Sam
 from train.run.probe import ProbeConfig
 from train.run.saving import SavingConfig
 
@@ -218,6 +218,19 @@ class RunConfig(Frozen):
             )
         perturbation.check(self.model)
 
+        sequences = self.ascent_sequences
+        for size in self.batch_sizes:
+            if sequences and size % sequences:
+                raise ValueError(
+                    f"batch_size {size} is not a multiple of perturbation.sequences {sequences};"
+                    " change one of them"
+                )
+
+    @property
+    def ascent_sequences(self) -> int | None:
+        """Return the sequences that share an ascent step, where that is not all of a batch."""
+        return self.perturbation.sequences if isinstance(self.perturbation, Sam) else None
+
     def perturbed_at(self, step: int) -> bool:
         """Return whether update `step` computes with changed weights."""
         return bool(self.perturbation and self.perturbation.is_active(step, self._anneal_start))
@@ -271,6 +284,8 @@ class RunConfig(Frozen):
             "parallel.tensor or parallel.pipeline": self.parallel != ParallelConfig(),
             # Documents are of another number and length in every microbatch.
             "data.document_mask": self.data.document_mask,
+            # Their steps have another number of microbatches, for which a graph is recorded anew.
+            "perturbation.sequences": bool(self.ascent_sequences),
         }
         for name, is_set in other.items():
             if self.cuda_graphs and is_set:
@@ -390,6 +405,12 @@ class RunConfig(Frozen):
             raise UserError(
                 f"batch_size {size} is not a multiple of data-parallel size {replicas} x"
                 f" micro_batch_size {self.micro_batch_size}; change one of them"
+            )
+        sequences = self.ascent_sequences
+        if sequences and sequences % (replicas * self.micro_batch_size):
+            raise UserError(
+                f"perturbation.sequences {sequences} is not a multiple of data-parallel size"
+                f" {replicas} x micro_batch_size {self.micro_batch_size}; change one of them"
             )
         number = self.batch_size // (replicas * self.micro_batch_size)
         if self.cuda_graphs and number < 3:

@@ -184,18 +184,24 @@ class Noise(_OfLinears):
 class Sam(_Perturbation):
     """Sharpness-aware minimization (arXiv 2010.01412): gradients after a step up the loss.
 
-    The step is rho g / |g|, of all weights; adaptive (arXiv 2102.11600): rho w^2 g / |w g|.
+    The step is rho g / |g|, of all weights, norms and embedding included; adaptive (arXiv
+    2102.11600): rho w^2 g / |w g|, without that paper's eta. See `train.ascending`.
     """
 
     PASSES = 2
 
     kind: Literal["sam"] = "sam"
-    rho: float = Field(gt=0, description="length of the ascent step")
-    adaptive: bool = False
+    rho: float = Field(
+        gt=0, description="length of the ascent step, if adaptive in units of the weights"
+    )
+    adaptive: bool = Field(
+        default=False, description="scale the step at each weight by the weight's square"
+    )
     sequences: int | None = Field(
         default=None,
         gt=0,
-        description="that share an ascent step (m-sharpness); None: all of a batch",
+        description="that share an ascent step (m-sharpness), a divisor of batch_size and a"
+        " multiple of micro_batch_size x replicas; None: all of a batch",
     )
     every_steps: int = Field(default=1, gt=0, description="ascends at its multiples alone")
 
