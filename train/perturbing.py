@@ -6,8 +6,8 @@ ones. Loss and gradient norm of such an update are those at the changed weights.
 held-out losses, probes and averages never see one: an update that an error ends leaves the engine
 with changed weights, and the run ends with it, without a save.
 
-Settings are in `train.run.perturbation`, the passes of SAM in `train.ascending`. Weights are rounded
-by functions of `quant_eval` that are looked up by their names, as in `train.rounding`.
+Settings are in `train.run.perturbation`; the passes of SAM are in `train.ascending`. Weights are
+rounded by functions of `quant_eval` that are looked up by their names, as in `train.rounding`.
 
 Shapes: O output features (rows), I input features.
 """
