@@ -177,7 +177,8 @@ def _adaptive_norms(
 
 
 def _norm(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm
 
 
 def _add(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -51,7 +51,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16-zero2": (2, {"precision": "bf16", "engine": "deepspeed", "zero": ZeroConfig(stage=2)}),
 }
 # Short enough for rounding not to grow: rho 0.1 multiplies a difference by 1e5 in 20 steps.
-ASCENTS = {"sam": {"rho": 0.02}, "adaptive": {"rho": 0.5, "adaptive": True}}
+ASCENTS: dict[str, dict[str, Any]] = {
+    "sam": {"rho": 0.02},
+    "adaptive": {"rho": 0.5, "adaptive": True},
+}
 # Layout, kind of ascent, sequences of a group and whether the head is the embedding.
 QUICK = (
     ("overlapped", "sam", 4, False),
@@ -159,7 +162,12 @@ def check_rejections(rank: Rank) -> None:
         return all(map(torch.equal, engine.weights(), weights)) and rank.held_out() == loss
 
     asked: list[StepResult] = []
-    rejected = rank.step(1, lambda result: bool(asked.append(result)))
+
+    def reject(result: StepResult) -> bool:
+        asked.append(result)
+        return False
+
+    rejected = rank.step(1, reject)
     assert asked == [rejected]
     assert is_unchanged()
     # The second pass overflows.
