@@ -344,7 +344,7 @@ def errors_of(
 
 
 def test_a_resumed_run_is_bit_identical(tmp_path, inputs):
-    """From the third step on every second one ascends: rows say so, and resuming changes none."""
+    """Every second step from the third on ascends: rows say so, and resuming changes none."""
     whole = RunDirectory(tmp_path / "whole")
     make_run(
         whole.path,
