@@ -17,6 +17,7 @@ from ckpt_tools.hf.measured import (
     Critical,
     Curvature,
     MeasuredStep,
+    Outliers,
     Quantization,
     Slice,
     Tasks,
@@ -40,14 +41,15 @@ from docs.models import fields, is_list, models_in, sections, table, type_text
 from docs.paper import page as with_figures
 from docs.tested import tested
 from dynamics.recipes.trajectory import Released
+from quant_eval.measuring.outliers import UNITS as OUTLIER_UNITS
 from quant_eval.measuring.statistics import UNITS as QUANTIZATION_UNITS
 from quant_eval.quantizer import QuantSpec
 from quant_eval.quantizers import BY_METHOD, SETTINGS
-from quant_eval.settings import RunSettings, TaskSettings
+from quant_eval.settings import OutlierRunSettings, RunSettings, TaskSettings
 from quant_eval.tasks.paired import UNITS as TASK_UNITS
 from slurm.site import EXAMPLE, Site
 from study.definition import Study
-from study.measurements import critical, curvature, quantization, step, tasks
+from study.measurements import critical, curvature, outliers, quantization, step, tasks
 from study.recipes.changed import OF_RECIPE, OF_RUNS
 from study.recipes.resolve import resolve, whole_recipes
 from study.recipes.shown import recipe_lines
@@ -243,7 +245,7 @@ def table_parquet() -> str:
     text = f"{TABLE}\n{table(['column', 'type', 'unit'], rows)}{MEASURED_COLUMNS}\n"
     declared = [
         column
-        for module in (quantization, curvature, step, critical, tasks)
+        for module in (quantization, curvature, step, critical, outliers, tasks)
         for column in module.COLUMNS
     ]
     lines = [
@@ -298,6 +300,9 @@ KINDS = {
         "quant_eval run", Quantization, QUANTIZATION_UNITS, (SPEC, RunSettings)
     ),
     "Tasks": ResultKind("quant_eval tasks", Tasks, TASK_UNITS, (SPEC, TaskSettings)),
+    "Outlier statistics": ResultKind(
+        "quant_eval outliers", Outliers, OUTLIER_UNITS, (OutlierRunSettings,)
+    ),
     "Traces and eigenvalues": ResultKind(
         "curvature hutchinson, curvature lanczos",
         Curvature,

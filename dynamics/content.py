@@ -45,6 +45,7 @@ CONTENT = Content(
         "curvature:curvature",
         "curvature:error_against_curvature",
         "sharpness:sharpness",
+        "outliers:outliers",
         "quantization:methods",
         "quantization:tasks",
         "quantization:accuracy_degradation",

@@ -15,25 +15,33 @@ from base.cli import command_group, options_of, quick_imports, run_command
 from base.environment import is_rank_zero
 from base.errors import UserError
 from base.names import take_one_of
-from base.statistics import INTERVAL_LEVEL, pairs_of
+from base.statistics import INTERVAL_LEVEL, pairs_of, with_error
 from ckpt_tools.hf.comparing import Out, Pairs, Results, report
 from ckpt_tools.hf.directory import compared_results, result_directories, write_result
-from ckpt_tools.hf.measured import Accuracy, Quantization, Tasks
+from ckpt_tools.hf.measured import Accuracy, OutlierFigure, Outliers, Quantization, Tasks
 from ckpt_tools.hf.model import read_hf_config
 from ckpt_tools.hf.results import Result, read_result
 from quant_eval.compare import FIGURES, METHOD, compare
 from quant_eval.formats import CACHE_SOURCE, FORMATS
-from quant_eval.kept import kept_run, kept_tasks
+from quant_eval.kept import kept_outliers, kept_run, kept_tasks
 from quant_eval.measuring.statistics import UNITS
 from quant_eval.quantizer import QuantSpec, parts_of
 from quant_eval.quantizers import QUANTIZERS
 from quant_eval.rotations import ROTATIONS, SHIFT_SOURCE, SMOOTH_SOURCE
-from quant_eval.settings import CalibrationSettings, RunSettings, TaskSettings
+from quant_eval.settings import (
+    LINEARS,
+    CalibrationSettings,
+    OutlierRunSettings,
+    RunSettings,
+    TaskSettings,
+)
 from quant_eval.specs import EXAMPLES, parse_spec
 from train.data.corpus import open_corpus
 from train.model.families import ARCHITECTURES
 
 app = command_group(__doc__)
+
+KEPT = "kept, measured before"
 
 Models = Annotated[list[Path], typer.Argument(help="HF directories, measured one after the other.")]
 Specs = Annotated[
@@ -113,6 +121,50 @@ def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
     loaded = load_tasks(settings)
     for hf_dir, specs_of_model, directories in todo:
         _write(directories, measure(hf_dir, specs_of_model, loaded, settings), Tasks)
+
+
+@app.command()
+@options_of(OutlierRunSettings)
+def outliers(
+    hf_dirs: Models,
+    settings: OutlierRunSettings,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of result.json, for one HF directory.",
+            show_default=f"HF_DIR/outliers/{LINEARS}",
+        ),
+    ] = None,
+) -> None:
+    """Write result.json: outlier statistics of the inputs and weights of every linear.
+
+    Kurtosis, the largest value over the mean and over the median of its row, and the share of the
+    squared norm in 1% of channels. Under torchrun all processes share the text. A result of the
+    same model and settings is kept.
+
+    Example: python -m quant_eval outliers run/hf/step00012000 --data data/held_out
+    """
+    groups = result_directories(hf_dirs, "outliers", [LINEARS], [out] if out else None)
+    # Every model is checked before the first is measured.
+    for hf_dir in hf_dirs:
+        read_hf_config(hf_dir, ARCHITECTURES)
+    sha256, todo = open_corpus(settings.data).manifest.sha256, list[tuple[Path, Path]]()
+    for hf_dir, (directory,) in zip(hf_dirs, groups, strict=True):
+        result = kept_outliers(directory, hf_dir, settings, sha256)
+        if result is None:
+            todo.append((hf_dir, directory))
+        else:
+            _show(result, KEPT)
+    if not todo:
+        return
+
+    with quick_imports():
+        from base.ranks import start
+        from quant_eval.measuring.outliers import measure
+
+    ranks = start(settings.device)
+    for hf_dir, directory in todo:
+        _write([directory], [measure(hf_dir, settings, ranks)], Outliers)
 
 
 @app.command()
@@ -217,7 +269,7 @@ def _pending(
                 pending.append(spec)
                 missing.append(directory)
             else:
-                _show(result, "kept, measured before")
+                _show(result, KEPT)
         if pending:
             todo.append((hf_dir, pending, missing))
     return todo
@@ -226,7 +278,7 @@ def _pending(
 def _write(
     directories: list[Path],
     contents: Iterable[dict[str, Any]],
-    kind: type[Quantization] | type[Tasks],
+    kind: type[Quantization] | type[Tasks] | type[Outliers],
 ) -> None:
     """Write and print each result as soon as it is measured, on the first rank."""
     # Every rank iterates: ranks compute each of the contents together, when it is asked for.
@@ -249,6 +301,10 @@ def _show(result: Result[Any], how: str) -> None:
         )
         _show_dead([linear.name for linear in measured.layers if linear.dead])
         return
+    if isinstance(measured, Outliers):
+        for name, figure in measured.figures.items():
+            print(f"  {name}: {_outliers(figure)}")
+        return
     rows = measured.tasks
     if measured.mean and len(rows) > 1:
         rows = rows | {"mean": measured.mean}
@@ -258,6 +314,15 @@ def _show(result: Result[Any], how: str) -> None:
             f" difference {_interval(row, 'difference')}"
         )
     _show_dead(measured.dead_linears)
+
+
+def _outliers(figure: OutlierFigure) -> str:
+    """Return a figure in words: the mean over linears with its standard error, and the largest."""
+    if figure.mean is None or figure.max is None:
+        return "not defined: a row has only zeros, or zeros in half of its places"
+    error = figure.standard_error
+    mean = f"{figure.mean:.4g}" if error is None else with_error(figure.mean, error)
+    return f"{mean}, at most {figure.max:.4g} ({figure.linear})"
 
 
 def _show_dead(names: list[str]) -> None:

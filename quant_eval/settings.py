@@ -1,7 +1,8 @@
 """The options that decide the numbers, besides the model and the spec.
 
-A study holds LossSettings and QuestionSettings. RunSettings and TaskSettings, of the commands, add
-what a study decides for each step: texts, device, and what is saved.
+A study holds LossSettings, QuestionSettings and OutlierSettings. RunSettings, TaskSettings and
+OutlierRunSettings, of the commands, add what a study decides for each step: texts, device, and what
+is saved.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from quant_eval.paper_tasks import choose_tasks
 from quant_eval.quantizer import QuantSpec
 
 CHECKPOINT = "checkpoint"  # saved in GPTQ's format below a result's directory
+LINEARS = "linears"  # names results of outlier statistics, where others have a spec
 BLOCK_TOKENS = 2048  # of arXiv:2510.06213 (appendix A)
 Bos = Literal["template", "none"]  # see `quant_eval.bos`
 
@@ -37,20 +39,9 @@ class ComputeSettings(NumberSettings):
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="where it is computed")
 
 
-class DrawSettings(NumberSettings):
-    """The draws of the texts, and how the models see them."""
+class SequenceSettings(NumberSettings):
+    """How a model sees a text."""
 
-    calibration_sequences: int = Field(
-        default=128, ge=1, description="sequences for calibration, none twice"
-    )
-    calibration_documents: Literal["packed", "separate"] = Field(
-        default="packed",
-        description=(
-            "packed: sequences of the same length, drawn from documents that are joined; separate:"
-            " each a document, the first of the file, up to the model's context or"
-            " sequence_length, as arXiv:2510.06213 did"
-        ),
-    )
     bos: Bos = Field(
         default="template",
         description=(
@@ -65,12 +56,6 @@ class DrawSettings(NumberSettings):
             f"tokens the model sees at once; if not given {BLOCK_TOKENS}, or its context if less"
         ),
     )
-    seed: int = Field(
-        default=0,
-        ge=0,
-        lt=2**63,
-        description="of the first calibration draw, of random signs and of the bootstrap",
-    )
 
     def block_length(self, context: int) -> int:
         """Return the number of tokens that a model of that context sees at once."""
@@ -80,6 +65,28 @@ class DrawSettings(NumberSettings):
                 " give fewer"
             )
         return self.sequence_length or min(BLOCK_TOKENS, context)
+
+
+class DrawSettings(SequenceSettings):
+    """The draws of the texts, and how the models see them."""
+
+    calibration_sequences: int = Field(
+        default=128, ge=1, description="sequences for calibration, none twice"
+    )
+    calibration_documents: Literal["packed", "separate"] = Field(
+        default="packed",
+        description=(
+            "packed: sequences of the same length, drawn from documents that are joined; separate:"
+            " each a document, the first of the file, up to the model's context or"
+            " sequence_length, as arXiv:2510.06213 did"
+        ),
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="of the first calibration draw, of random signs and of the bootstrap",
+    )
 
 
 class LossSettings(DrawSettings):
@@ -188,6 +195,40 @@ class CalibrationSettings(ComputeSettings, DrawSettings):
             "sequence_length": length,
             "seed": self.seed,
             "bos": self.bos,
+        }
+
+
+class OutlierSettings(SequenceSettings):
+    """Outlier statistics of what linears read and of their weights, but for the text."""
+
+    eval_tokens: int = Field(
+        default=16_384,
+        ge=1,
+        description="draw documents, the same for every model, until they hold this many targets",
+    )
+    eval_seed: int = Field(default=0, ge=0, description="of the draw of documents")
+
+
+class OutlierRunSettings(ComputeSettings, OutlierSettings):
+    """All settings of outlier statistics."""
+
+    data: Path = Field(description="token file PREFIX that the models read")
+
+    def described(self, context: int, sha256: str) -> dict[str, Any]:
+        """Return the description of the settings in a result, from the hash of the text.
+
+        `context` is the model's, in tokens.
+        """
+        return {
+            "dtype": self.dtype,
+            "outliers": {
+                "prefix": str(self.data),
+                "sha256": sha256,
+                "sequence_length": self.block_length(context),
+                "max_tokens": self.eval_tokens,
+                "seed": self.eval_seed,
+                "bos": self.bos,
+            },
         }
 
 

@@ -12,12 +12,14 @@ from base.files import write_sealed
 from base.frozen import NAME_PATTERN, Showable, fingerprint
 from base.reading import as_model, read_sealed
 from curvature.settings import LineSettings, PlaneSettings, PredictionSettings
+from quant_eval.settings import OutlierSettings
 from study.axes import AnyRun, Axis, Varied, axes_of, text_of, varied_of
 from study.design import Group, control_among, equal_runs, replicates_of
 from study.experiments import Experiment, problems_of, runs_with_origins
 from study.measurements.critical import CRITICAL
 from study.measurements.curvature import CURVATURE, CurvatureSettings
 from study.measurements.kind import Kind
+from study.measurements.outliers import OUTLIERS
 from study.measurements.planes import (
     PCA,
     PLANE,
@@ -55,6 +57,7 @@ AnySettings = (
     | PredictionSettings
     | PlaneSettings
     | LineSettings
+    | OutlierSettings
     | TasksSettings
 )
 
@@ -129,6 +132,7 @@ class Study(Showable):
         default=None,
         description="None: the loss along the moves between checkpoints is not measured",
     )
+    outliers: OutlierSettings | None = Field(default=None, description="None: not measured")
     tasks: TasksSettings | None = Field(default=None, description="None: not measured")
     averaged_steps: tuple[int, ...] = Field(
         default=(),
@@ -262,7 +266,16 @@ class Study(Showable):
         by_block = bool(self.quantization.by_block)
         along = ("step",) if by_block else ()
         planes = ("slice",) if by_block or self.planes else ()
-        parts = ("quantization", "curvature", *along, *planes, "pca", "critical", "tasks")
+        parts = (
+            "quantization",
+            "curvature",
+            *along,
+            *planes,
+            "pca",
+            "critical",
+            "outliers",
+            "tasks",
+        )
         return {name: settings for name in parts if (settings := getattr(self, name))}
 
     def parent_of(self, run: RunConfig) -> RunConfig:
@@ -508,6 +521,7 @@ KINDS: tuple[tuple[Kind[Any], Callable[[Study], Any]], ...] = (
     (PLANE, _planes),
     (PCA, _branched_runs),
     (CRITICAL, _directions),
+    (OUTLIERS, lambda study: study.outliers),
     (TASKS, lambda study: study.tasks),
 )
 

@@ -7,12 +7,18 @@ Shapes: B sequences, N heads, S tokens, D head size, Q queries, K keys, O output
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from base.hessian import InputHessian
+from base.outliers import KINDS, OutlierSums
+from train.run.probe import short_name
+
+INPUT, WEIGHT = KINDS
+OUTLIERS = "outliers"  # begins the names of figures: outliers/input_kurtosis/LINEAR
 
 
 class ForwardRecord:
@@ -25,6 +31,9 @@ class ForwardRecord:
         self.squares: dict[str, float] = defaultdict(float)
         self.elements: dict[str, float] = defaultdict(float)
         self.maxima: dict[str, float] = {}
+        # By kind, and names of linears that have the same.
+        self.outliers: dict[tuple[str, tuple[str, ...]], OutlierSums] = {}
+        self.values: dict[str, float] = {}
 
     def root_mean_square(self, name: str, x: Tensor) -> None:
         """Take in elements of which the figure is the root mean square over all ranks."""
@@ -45,6 +54,37 @@ class ForwardRecord:
         """Take in queries and keys of some heads as they enter the attention."""
         largest = largest_logit(query_BNSD, key_BNSD, documents_BS)
         self.maximum(f"attention_logit_max/layers.{layer}", largest)
+
+    def inputs(self, names: Sequence[str], x: Tensor) -> None:
+        """Take in the tokens [..., I] that linears read, by the HF names of their weights.
+
+        They are whole: where ranks share the inputs of a token, each takes in all of them.
+        """
+        sums = self.outliers.setdefault((INPUT, tuple(names)), OutlierSums(x.shape[-1], x.device))
+        sums.add(x)
+
+    def weight(self, name: str, pieces: Sequence[Tensor]) -> None:
+        """Take in the weight of a linear: this rank's rows [O, I], whole, or all of them."""
+        self.outliers[WEIGHT, (name,)] = OutlierSums.over(pieces)
+
+    def has_weight(self, name: str) -> bool:
+        """Return whether a weight was taken in, which counts once."""
+        return (WEIGHT, (name,)) in self.outliers
+
+    def summarize(self, add_up: Callable[[Tensor], object] = lambda _: None) -> None:
+        """Replace the sums of outliers by their statistics, of a few bytes.
+
+        `add_up` sums a tensor in place over the ranks that share the layers.
+        """
+        for (kind, names), sums in self.outliers.items():
+            add_up(sums.sums_K)
+            add_up(sums.squares_I)
+            for statistic, value in sums.statistics().items():
+                # Not defined where a row has only zeros, or zeros in half of its places.
+                if math.isfinite(value):
+                    key = f"{OUTLIERS}/{kind}_{statistic}"
+                    self.values |= {f"{key}/{short_name(name)}": value for name in names}
+        self.outliers.clear()
 
 
 class LinearRecord(NamedTuple):

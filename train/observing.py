@@ -1,4 +1,4 @@
-"""Norms by layer and the largest attention logits, at the steps for which a run asks for them.
+"""Norms by layer, the largest attention logits and outliers, at the steps that a run asks for.
 
 `train.loop` calls `observed_step` in place of the engine's, and `forward_figures` after it.
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from base.grouping import grouped
 from train.data.batches import Batch
 from train.distributed import gathered
 from train.engine import Accept, Engine, Flags, StepResult
@@ -85,4 +86,14 @@ def forward_figures(engine: Engine, batch: Batch) -> dict[str, float]:
     for record in records:
         for name, value in record.maxima.items():
             figures[name] = max(value, figures.get(name, -math.inf))
-    return figures
+    # Ranks that share a linear have the same of it.
+    values = {name: value for record in records for name, value in record.values.items()}
+    return figures | values | _means(values)
+
+
+def _means(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean over linears of each of their figures, KIND/FIGURE/LINEAR, by KIND/FIGURE."""
+    by_figure = grouped(values.items(), lambda item: item[0].rpartition("/")[0])
+    return {
+        figure: sum(value for _, value in items) / len(items) for figure, items in by_figure.items()
+    }

@@ -46,7 +46,7 @@ TOKENIZER_FILES = (  # of a tokenizer alone, or of a whole HF model
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja"),
 )
-Place = Literal["quant", "curvature", "tasks"]  # below an HF directory
+Place = Literal["quant", "curvature", "tasks", "outliers"]  # below an HF directory
 
 
 def result_directories(

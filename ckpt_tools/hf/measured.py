@@ -107,7 +107,10 @@ class StandardErrors(Read):
 
 
 class Quantization(Read):
-    """The cost of quantization, in nats per token where a figure has a unit."""
+    """The cost of quantization, in nats per token where a figure has a unit.
+
+    R_L is the relative change of the last block's output.
+    """
 
     cross_entropy: float | None = None
     cross_entropy_quantized: float | None = None
@@ -115,6 +118,7 @@ class Quantization(Read):
     relative_error: float | None = None
     kl_divergence: float | None = None
     top1_agreement: float | None = None
+    r_l: float | None = None
     intervals: dict[str, Interval] = {}
     standard_errors: dict[str, StandardErrors] = {}
     interval: IntervalMethod | None = None
@@ -151,6 +155,51 @@ class Tasks(Read):
     dead_linears: list[str] = []  # see Linear
     mean: Accuracy | None = None
     interval: IntervalMethod | None = None
+
+
+# outlier statistics: python -m quant_eval outliers
+
+
+class OutlierFigure(Read):
+    """A statistic: its mean over the linears of all blocks, and the largest.
+
+    Standard error and interval are for other documents; weights have none. A figure is None where
+    it is not defined, as a ratio to a median of 0.
+    """
+
+    mean: float | None = None
+    standard_error: float | None = None
+    interval: Interval | None = None
+    max: float | None = None
+    linear: str | None = None
+
+
+class LinearOutliers(Read):
+    """The outlier statistics of a linear. Linears that read the same have the same of inputs.
+
+    Kurtosis is of all entries. A maximum is over the mean or the median of a row's |x|, mean over
+    rows: tokens, or output features. Top channels are the 1% of inputs with most of the squared
+    norm, of which it is the share.
+    """
+
+    name: str
+    input_kurtosis: float | None = None
+    input_max_to_mean: float | None = None
+    input_max_to_median: float | None = None
+    input_top_channels: float | None = None
+    weight_kurtosis: float | None = None
+    weight_max_to_mean: float | None = None
+    weight_max_to_median: float | None = None
+    weight_top_channels: float | None = None
+
+
+class Outliers(Read):
+    """Outlier statistics of a model, by name of the figure and by linear."""
+
+    figures: dict[str, OutlierFigure] = {}
+    linears: list[LinearOutliers] = []
+    tokens: int | None = None
+    documents: int | None = None
 
 
 # curvature: python -m curvature

@@ -13,6 +13,7 @@ from ckpt_tools.hf.measured import (
     Critical,
     Curvature,
     MeasuredStep,
+    Outliers,
     Quantization,
     Read,
     Slice,
@@ -68,6 +69,7 @@ class Result[Kind: Read](Read):
 NAMES: dict[type[Read], str] = {
     Quantization: "quantization ('python -m quant_eval run')",
     Tasks: "downstream tasks ('python -m quant_eval tasks')",
+    Outliers: "outlier statistics ('python -m quant_eval outliers')",
     Curvature: "traces or eigenvalues ('python -m curvature')",
     MeasuredStep: "a quantization step ('python -m curvature step')",
     Critical: "losses along directions ('python -m curvature critical')",
@@ -81,6 +83,7 @@ REMEASURE = (
 KIND_OF_SETTING: dict[str, type[Read]] = {
     "tasks": Tasks,
     "evaluation": Quantization,
+    "outliers": Outliers,
     "plane": Slice,
     "trajectory": TrajectoryPlane,
     "quantized": MeasuredStep,

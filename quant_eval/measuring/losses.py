@@ -56,13 +56,17 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class PairedLosses:
-    """Sums over each unit's targets, float64 [U]: nats, `tokens` and `agreements` are counts."""
+    """Sums over each unit's targets, float64 [U]: nats, `tokens` and `agreements` are counts.
+
+    `changes` sums `relative_change`.
+    """
 
     tokens: NDArray[np.float64]
     nll: NDArray[np.float64]
     nll_quantized: NDArray[np.float64]
     kl: NDArray[np.float64]
     agreements: NDArray[np.float64]
+    changes: NDArray[np.float64]
 
 
 def evaluation_set(
@@ -120,8 +124,8 @@ def paired_losses(
     """Return the losses of each quantized model with those of the full-precision model.
 
     Per target with full distribution p and quantized distribution q: -log p(target), -log
-    q(target), KL(p || q) = sum_v p_v (log p_v - log q_v), and whether p's most likely token is most
-    likely under q too.
+    q(target), KL(p || q) = sum_v p_v (log p_v - log q_v), whether p's most likely token is most
+    likely under q too, and the `relative_change` of what the head reads.
 
     Args:
         head: norm and linear, which make logits; in fp32, as logits rounded to bf16 would add some
@@ -134,7 +138,7 @@ def paired_losses(
     """
     count, device = len(data.blocks), ranks.device
     nll_N = torch.zeros(count, dtype=torch.float64)
-    sums_SN3 = torch.zeros(len(quantized), count, 3, dtype=torch.float64)
+    sums_SN4 = torch.zeros(len(quantized), count, 4, dtype=torch.float64)
     rows = None
     with Progress("losses", total=len(batches)) as progress:
         for index, batch in enumerate(batches):
@@ -154,20 +158,20 @@ def paired_losses(
                 log_p_TV = torch.log_softmax(head(streams[0][some].float()), dim=-1)
                 p_TV, top_T1 = log_p_TV.exp(), log_p_TV.max(-1, keepdim=True).indices
                 nll_N.index_add_(0, owner, -log_p_TV.gather(1, target_T1).squeeze(1).double().cpu())
-                for stream, sums_N3 in zip(streams[1:], sums_SN3, strict=True):
+                for stream, sums_N4 in zip(streams[1:], sums_SN4, strict=True):
                     log_q_TV = torch.log_softmax(head(stream[some].float()), dim=-1)
                     nll_T = -log_q_TV.gather(1, target_T1).squeeze(1)
                     # By value: of several tokens that are most likely, any one agrees.
                     agrees_T = log_q_TV.gather(1, top_T1).squeeze(1) == log_q_TV.amax(-1)
                     # log q is read for the last time, so its memory takes the difference.
                     kl_T = torch.sub(log_p_TV, log_q_TV, out=log_q_TV).mul_(p_TV).sum(-1)
-                    sums_N3.index_add_(
-                        0, owner, torch.stack([nll_T, kl_T, agrees_T.float()], dim=1).double().cpu()
-                    )
+                    change_T = relative_change(streams[0][some], stream[some])
+                    values_T4 = torch.stack([nll_T, kl_T, agrees_T.float(), change_T], dim=1)
+                    sums_N4.index_add_(0, owner, values_T4.double().cpu())
             progress.advance()
 
     ranks.sum(nll_N)  # each block was one rank's alone, so nothing depends on how many there are
-    ranks.sum(sums_SN3)
+    ranks.sum(sums_SN4)
     owner_N = torch.tensor(data.owner)
 
     def by_unit(values_N: Tensor) -> NDArray[np.float64]:
@@ -177,9 +181,25 @@ def paired_losses(
     tokens = by_unit(torch.tensor([len(block) - 1 for block in data.blocks], dtype=torch.float64))
     nll = by_unit(nll_N)
     return [
-        PairedLosses(tokens, nll, *(by_unit(column_N) for column_N in sums_N3.unbind(1)))
-        for sums_N3 in sums_SN3
+        PairedLosses(tokens, nll, *(by_unit(column_N) for column_N in sums_N4.unbind(1)))
+        for sums_N4 in sums_SN4
     ]
+
+
+def relative_change(full_TD: Tensor, quantized_TD: Tensor) -> Tensor:
+    """Return |q - h|^2 / |h|^2 of each token, fp32 [T], of a stream h and a quantized model's q.
+
+    After the last block, before the final norm, its mean over tokens is R_L of arXiv:2509.23500,
+    which the errors of all layers have a part in. The paper's text was not at hand: that each
+    token counts alike, rather than by its norm, is by what others write of it.
+
+    Example:
+        >>> full_TD, quantized_TD = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 3.0]])
+        >>> relative_change(full_TD, quantized_TD)
+        tensor([0.0400])
+    """
+    full_TD, quantized_TD = full_TD.float(), quantized_TD.float()
+    return (quantized_TD - full_TD).square().sum(-1) / full_TD.square().sum(-1)
 
 
 def _rows_at_once(vocab_size: int, device: torch.device) -> int:

@@ -25,6 +25,7 @@ UNITS = {
     "relative_error": "1 (cross_entropy_quantized / cross_entropy - 1)",
     "kl_divergence": "nats per token",
     "top1_agreement": "1 (share of tokens)",
+    "r_l": "1 (|q - h|^2 / |h|^2 after the last block, mean over tokens)",
     "tokens": "predicted tokens",
     "documents": "documents",
     "documents_without_target": "documents",
@@ -34,7 +35,8 @@ UNITS = {
     "calibration": "those of the figures and per_document, for each calibration draw",
 }
 SAMPLES = 1000  # resamplings of the documents for the intervals
-POSITIVE = ("cross_entropy", "cross_entropy_quantized", "kl_divergence")
+R_L = "r_l"  # see `quant_eval.measuring.losses.relative_change`
+POSITIVE = ("cross_entropy", "cross_entropy_quantized", "kl_divergence", R_L)
 COUNTS_AT_ONCE = 1 << 21  # of how often each document was drawn; 16 MiB
 Floats = NDArray[np.float64]
 METHOD = "symmetric bootstrap-t paired over documents, losses and divergence on the log scale"
@@ -103,7 +105,7 @@ def figures_of(
     )
 
     # every figure of the mean losses, and its error from the draws
-    by_draw = [_fractions_of(draw) for draw in losses]
+    by_draw = [_fractions_of(draw) | {R_L: (draw.changes, draw.tokens)} for draw in losses]
     statistics, draws, values_of = [], [], {}
     for name, (_, b_D) in by_draw[0].items():
         # Denominators are those of the first draw, since no draw changes them.
@@ -112,7 +114,14 @@ def figures_of(
         values_of[name] = a_KD.sum(1) / b_D.sum()
         draws.append(_error_of_draws(a_KD, b_D) if seeds > 1 else None)
 
-    estimates = resample(statistics, draws, num_draws=seeds, samples=samples, seed=seed)
+    # R_L is alone: another column in the product with the counts may round the others otherwise.
+    estimates = [
+        estimate
+        for some in (slice(-1), slice(-1, None))
+        for estimate in resample(
+            statistics[some], draws[some], num_draws=seeds, samples=samples, seed=seed
+        )
+    ]
     intervals = {estimate.name: estimate.interval(level) for estimate in estimates}
     low, high = intervals["top1_agreement"]
     intervals["top1_agreement"] = [max(low, 0.0), min(high, 1.0)]  # a share

@@ -15,7 +15,7 @@ from base.grouping import grouped
 from curvature.critical.line import PASSES
 from curvature.settings import LineSettings, PlaneSettings, checked_length
 from quant_eval.cost import Shape, forward_seconds, quantizing_seconds
-from quant_eval.settings import DrawSettings
+from quant_eval.settings import DrawSettings, SequenceSettings
 from quant_eval.specs import parse_spec
 from study.definition import KINDS, Study
 from study.machine.needs import Needs, hessian_cost, model_config
@@ -29,6 +29,7 @@ MEASURED = frozenset(kind.name for kind, _ in KINDS)
 START_SECONDS = 15  # of a process, until it computes
 READ_BYTES = 1e9  # a second of weights
 CACHED_BYTES = 4e9  # a second of weights that were read before, to a GPU; a guess
+LOOKS = 24  # how often outlier statistics move an entry through the memory, in fp32; a guess
 # A product of OLMo2-1B took 0.447 s on an H200 and 0.543 s on an H100, the estimates are 0.29 and
 # 0.34.
 PRODUCT_OVER_ESTIMATE = 1.6
@@ -65,10 +66,10 @@ class PricedModel:
         """The sizes of the model."""
         return Shape.of(model_config(self.config))
 
-    def length(self, settings: DrawSettings | PlaneSettings | LineSettings) -> int:
+    def length(self, settings: SequenceSettings | PlaneSettings | LineSettings) -> int:
         """Return the tokens that a model sees at once."""
         context: int = model_config(self.config).max_position_embeddings
-        if isinstance(settings, DrawSettings):
+        if isinstance(settings, SequenceSettings):
             return settings.block_length(context)
         return checked_length(context, settings.sequence_length)
 
@@ -78,7 +79,7 @@ class PricedModel:
         return START_SECONDS + weights * (2 if dtype == "bf16" else 4) / READ_BYTES
 
     def forward(
-        self, tokens: float, settings: DrawSettings | PlaneSettings | LineSettings, dtype: str
+        self, tokens: float, settings: SequenceSettings | PlaneSettings | LineSettings, dtype: str
     ) -> float:
         """Return the seconds of a pass over so many tokens."""
         length = self.length(settings)
@@ -169,6 +170,15 @@ class PricedModel:
         forward = self.forward(settings.sequences * self.length(settings), settings, settings.dtype)
         return (2 + PASSES * directions) * (reading + forward)
 
+    def outliers(self, _: Step) -> float:
+        """Return the seconds of a forward pass in which everything linears read is looked at."""
+        settings = self.study.outliers
+        assert settings
+        inputs = sum(self.shape.inputs) * settings.eval_tokens
+        entries = self.shape.layers * (inputs + self.shape.weights)
+        looking = LOOKS * 4 * entries / GPUS[self.gpu].bandwidth
+        return self.forward(settings.eval_tokens, settings, settings.dtype) + looking
+
 
 def _spec(step: Step) -> str:
     return step.specs[-1]
@@ -185,6 +195,7 @@ PRICES: Mapping[str, Callable[[PricedModel, Step], float]] = {  # of every kind 
     "plane": PricedModel.plane,
     "pca": PricedModel.pca,
     "critical": PricedModel.critical,
+    "outliers": PricedModel.outliers,
 }
 
 

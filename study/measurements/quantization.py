@@ -39,6 +39,7 @@ AGREEMENT = Column(
     SHARE,
     "higher",
 )
+R_L = Column("quant/{spec}/r_l", "R_L: relative change of the last block's output", SHARE, "lower")
 PERPLEXITY = Column("quant/{spec}/perplexity", "perplexity", better="lower")
 QUANTIZED_PERPLEXITY = Column(
     "quant/{spec}/perplexity_quantized", "quantized perplexity", better="lower"
@@ -51,7 +52,7 @@ FIGURES = (
     *(CROSS_ENTROPY, QUANTIZED_LOSS, LOSS_INCREASE),
     *(RELATIVE_ERROR, DIVERGENCE, AGREEMENT),
 )
-COLUMNS = (*FIGURES, *PERPLEXITIES, TOKENS, DOCUMENTS)
+COLUMNS = (*FIGURES, R_L, *PERPLEXITIES, TOKENS, DOCUMENTS)
 # The measures of what quantization costs, the one of less noise first.
 ERRORS = (DIVERGENCE, RELATIVE_ERROR)
 # What a study may show first, by the name in its settings.
@@ -261,7 +262,7 @@ def _exp(loss: float) -> float:
 def _tabled(specs: tuple[str, ...]) -> list[TabledResult]:
     results = []
     for spec in specs:
-        readings = [reading for figure in FIGURES for reading in _of_figure(figure, spec)]
+        readings = [reading for figure in (*FIGURES, R_L) for reading in _of_figure(figure, spec)]
         for perplexity, loss in PERPLEXITIES.items():
             ends = bounded(loss, perplexity.of(spec))
             readings += [end._replace(unit=perplexity.unit, function=_exp) for end in ends]

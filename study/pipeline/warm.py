@@ -32,6 +32,7 @@ IMPORTED = (
     "mlflow.store.tracking.sqlalchemy_store",
     "quant_eval.rounding.bitsandbytes",
     "quant_eval.measuring.measurement",
+    "quant_eval.measuring.outliers",
     "study.report.report",
     "study.results.collect",
     "study.tracking.importer",

@@ -141,7 +141,7 @@ def null_pair(seed, count, setting):
         added = 0.01 * nll + shared.tokens * 0.02 * generator.normal(size=count)
         kl = shared.kl * generator.lognormal(-0.02, 0.2, count)
         models.append(
-            per_document(PairedLosses(shared.tokens, nll, nll + added, kl, shared.agreements))
+            per_document(PairedLosses(shared.tokens, nll, nll + added, kl, shared.agreements, kl))
         )
     return models
 

@@ -41,7 +41,7 @@ def documents(generator, count, setting, skew=0.5):
     rate = 0.01 * generator.lognormal(-(skew**2) / 2, skew, count)
     kl = rate * generator.gamma(0.5 * tokens) / 0.5
     agreements = generator.binomial(tokens.astype(int), generator.beta(18, 2, count))
-    return PairedLosses(tokens, nll, nll + added, kl, agreements.astype(float))
+    return PairedLosses(tokens, nll, nll + added, kl, agreements.astype(float), kl)
 
 
 def truth(setting):
@@ -111,7 +111,9 @@ def drawn(generator, count, seeds, between_draws, between_both):
         rate = rate + between_both * generator.normal(size=count)
         variance = 0.02**2 + between_draws**2 + between_both**2
         kl = tokens * 0.01 * np.exp(25 * (rate - 0.03) - 0.5 * 25**2 * variance)
-        losses.append(PairedLosses(tokens, nll, nll + tokens * rate, kl, np.floor(0.9 * tokens)))
+        losses.append(
+            PairedLosses(tokens, nll, nll + tokens * rate, kl, np.floor(0.9 * tokens), kl)
+        )
     return losses
 
 

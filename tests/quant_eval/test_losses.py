@@ -64,10 +64,15 @@ def streams_of(directories, data, batches, dtype=torch.float32):
     return streams
 
 
+def flat(directories):
+    """The model and those it is compared with."""
+    return (directories[0], *directories[1])
+
+
 def losses_of(directories, data, batch_size):
     """All blocks of every model, then the losses, through the streaming code."""
     batches = data.batches(batch_size)
-    streams = streams_of((directories[0], *directories[1]), data, batches)
+    streams = streams_of(flat(directories), data, batches)
     head = open_model(directories[0]).head()
     return paired_losses(head, streams[0], streams[1:], data, batches, ALONE)
 
@@ -99,12 +104,37 @@ def test_losses_are_those_of_plain_forward_passes(directories, held_out_prefix, 
                 assert getattr(measured, name)[index] == pytest.approx(value, rel=5e-5), name
 
 
+def test_changes_of_the_last_block_are_those_of_plain_models_in_float64(
+    directories, held_out_prefix
+):
+    data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, 500, "separate", 0)
+    outputs = []
+    models = [load_hf_model(path, torch.float32).double() for path in flat(directories)]
+    for model in models:
+        model.model.layers[-1].register_forward_hook(lambda _, __, out: outputs.append(out[0]))
+    expected_SU = np.zeros((2, len(data.documents)))
+    for owner, block in zip(data.owner, data.blocks, strict=True):
+        outputs.clear()
+        for model in models:
+            model(torch.from_numpy(block)[None, :-1], use_cache=False)
+        full, *others = (output.detach().numpy() for output in outputs)
+        for number, other in enumerate(others):
+            for token, exact in zip(other, full, strict=True):
+                expected_SU[number, owner] += ((token - exact) ** 2).sum() / (exact**2).sum()
+    near, far = losses_of(directories, data, 4)
+    assert far.changes.sum() > 10 * near.changes.sum()
+    for measured, expected_U in zip((near, far), expected_SU, strict=True):
+        # fp32 streams, whose error is 1e-6 of a norm and so 1e-5 of a change of a tenth
+        np.testing.assert_allclose(measured.changes, expected_U, rtol=1e-4)
+
+
 def test_chunks_of_the_logits_change_nothing(directories, held_out_prefix, monkeypatch):
     """Nor does a model beside itself cost anything."""
     data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, 500, "separate", 0)
     same, *whole = losses_of((directories[0], [directories[0], *directories[1]]), data, 4)
     assert np.array_equal(same.nll, same.nll_quantized)
     assert not same.kl.any()
+    assert not same.changes.any()
     assert np.array_equal(same.agreements, same.tokens)
     # seven tokens at a time
     monkeypatch.setattr("quant_eval.measuring.losses.LOGITS_BYTES", 7 * 320 * 4)

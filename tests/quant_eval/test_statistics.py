@@ -23,7 +23,7 @@ def documents(seed=0, count=40, noise=0.02):
     nll_quantized = nll * (1.01 + noise * generator.normal(size=count))
     agreements = generator.binomial(tokens.astype(int), 0.9).astype(float)
     kl = nll * generator.uniform(0, 0.02, count)
-    return PairedLosses(tokens, nll, nll_quantized, kl, agreements)
+    return PairedLosses(tokens, nll, nll_quantized, kl, agreements, changes=2 * kl)
 
 
 def intervals_of(losses, samples=200, level=0.95, seed=0):
@@ -69,10 +69,10 @@ def test_intervals_equal_explicit_loops():
 
 def test_equal_documents_leave_no_uncertainty():
     ones = np.ones(12)
-    losses = PairedLosses(100 * ones, 300 * ones, 306 * ones, 4 * ones, 90 * ones)
+    losses = PairedLosses(100 * ones, 300 * ones, 306 * ones, 4 * ones, 90 * ones, ones)
     figures = figures_of([losses], samples=50, level=0.95, seed=0)
     expected = {"cross_entropy": 3.0, "cross_entropy_quantized": 3.06, "absolute_error": 0.06}
-    expected |= {"relative_error": 0.02, "kl_divergence": 0.04, "top1_agreement": 0.9}
+    expected |= {"relative_error": 0.02, "kl_divergence": 0.04, "top1_agreement": 0.9, "r_l": 0.01}
     assert figures["intervals"].keys() == expected.keys() <= UNITS.keys()
     for name, value in expected.items():
         assert figures["intervals"][name] == pytest.approx([value, value], rel=1e-12), name
@@ -112,7 +112,8 @@ def test_sparse_figures_have_finite_intervals():
     agreements[4] -= 1
     low, high = intervals_of(replace(losses, agreements=agreements))["top1_agreement"]
     assert 0.9 < low < agreements.sum() / losses.tokens.sum() < high <= 1
-    always = PairedLosses(losses.tokens, losses.nll, losses.nll, 0 * losses.kl, losses.tokens)
+    none = 0 * losses.kl
+    always = PairedLosses(losses.tokens, losses.nll, losses.nll, none, losses.tokens, none)
     intervals = intervals_of(always)
     assert intervals["top1_agreement"] == [1, 1]
     assert intervals["kl_divergence"] == intervals["relative_error"] == [0, 0]
@@ -122,7 +123,8 @@ def test_sparse_figures_have_finite_intervals():
 
 def test_what_has_no_interval_is_refused():
     losses = documents(count=20)
-    noise = PairedLosses(losses.tokens, losses.nll, losses.nll, -1e-9 * losses.kl, losses.tokens)
+    negative = -1e-9 * losses.kl
+    noise = PairedLosses(losses.tokens, losses.nll, losses.nll, negative, losses.tokens, losses.kl)
     with pytest.raises(UserError, match=r"kl_divergence is -.*lost in rounding"):
         intervals_of(noise)
     with pytest.raises(UserError, match=r"18 bootstrap samples are too few .* take 19 or more"):
@@ -182,7 +184,7 @@ def test_standard_errors_are_those_of_each_source():
 def test_draws_alone_give_the_interval_of_student():
     """If documents do not vary, K draws are K normal observations."""
     ones = np.ones(12)
-    losses = PairedLosses(100 * ones, 300 * ones, 306 * ones, 4 * ones, 90 * ones)
+    losses = PairedLosses(100 * ones, 300 * ones, 306 * ones, 4 * ones, 90 * ones, ones)
     draws = [shifted(losses, change) for change in (0.01, 0.02, 0.06)]
     low, high = figures_of(draws, samples=20_000, level=0.9, seed=0)["intervals"]["absolute_error"]
     half_width = student.ppf(0.95, df=2) * math.sqrt(0.0014 / 6)
@@ -203,7 +205,9 @@ def test_what_documents_show_of_the_draws_counts_once():
 
     def half_width(change):
         quantized = [300 + 100 * (0.06 + sign * (change + moved)) for sign in (1, -1)]
-        draws = [PairedLosses(tokens, 3 * tokens, values, tokens, tokens) for values in quantized]
+        draws = [
+            PairedLosses(tokens, 3 * tokens, values, tokens, tokens, tokens) for values in quantized
+        ]
         intervals = figures_of(draws, samples=20_000, level=0.5, seed=0)["intervals"]
         low, high = intervals["absolute_error"]
         return (high - low) / 2

@@ -1,9 +1,11 @@
 """Figures of layers and outputs of modules, against transformers' model with the exported weights."""
 
 import math
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb
 
 from ckpt_tools.export import export
 from tests.conftest import layouts
+from tests.plain_outliers import linears_of, plain_figures, plain_inputs, plain_weight
 from tests.probes import largest_error, plain_probe
 from tests.runs import draw_weights, on_ranks
 from train.data.corpus import open_corpus
@@ -29,6 +32,16 @@ def exported_model(checkpoint: Path, out: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         out, attn_implementation="eager", dtype=torch.float32
     )
+
+
+def outliers_of(model: Any, tokens_BS: torch.Tensor) -> dict[str, float]:
+    """The outlier statistics of every linear of the layers, and their means over linears."""
+    inputs, figures, by_figure = plain_inputs(model, tokens_BS), {}, defaultdict(list)
+    for name, linear in linears_of(model).items():
+        for figure, value in plain_figures(inputs[name], plain_weight(linear)).items():
+            figures[f"outliers/{figure}/{name.removeprefix('model.')}"] = value
+            by_figure[f"outliers/{figure}"].append(value)
+    return figures | {figure: np.mean(values) for figure, values in by_figure.items()}
 
 
 def figures_of(model: Any, tokens_BS: torch.Tensor) -> dict[str, float]:
@@ -74,6 +87,8 @@ def test_figures_are_those_of_the_exported_model(trained, tmp_path, layout):
     row = {row["step"]: row for row in read_metrics(directory.metrics)}[20]
     expected = figures_of(model, tokens_BS.view(2, 32))
     assert len(expected) == 3 + 3 * 2
+    expected |= outliers_of(model, tokens_BS.view(2, 32))
+    assert len(expected) == 3 + 3 * 2 + 8 * (2 * 7 + 1)
     assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     # The anneal ends at a learning rate of zero.
     assert all(value == 0 for key, value in row.items() if key.startswith("update_norm"))
@@ -89,7 +104,7 @@ def test_norms_of_gradients_make_up_the_whole_and_agree(trained, layout):
     gradients = [value for key, value in row.items() if key.startswith("gradient_norm/")]
     assert len(gradients) == 2 + 3
     assert math.hypot(*gradients) == pytest.approx(row["grad_norm"], rel=1e-5)
-    kinds = ("weight_norm/", "gradient_norm/", "update_norm/", "residual", "attention")
+    kinds = ("weight_norm/", "gradient_norm/", "update_norm/", "residual", "attention", "outliers/")
     figures = {key: value for key, value in expected.items() if key.startswith(kinds)}
     assert figures.keys() <= row.keys()
     if "bf16" not in layout:

@@ -34,7 +34,7 @@ from train.distributed import with_flags
 from train.engine import Accept, Flags, Linear, Revise, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.model.attention import attention_kernel
-from train.model.config import hidden_matrices
+from train.model.config import hidden_matrices, input_groups
 from train.model.losses import Targets
 from train.optimizers import matrices
 from train.optimizers.settings import MatrixOptimizer
@@ -240,8 +240,9 @@ class DeepSpeedEngine:
     def record_forward(self, batch: Batch) -> ForwardRecord:
         """Return figures of all layers in a forward pass."""
         record = ForwardRecord()
-        with observed(self._model, record):
+        with observed(self._model, record, input_groups(self.run.model)):
             self.evaluate(batch)
+        record.summarize()
         return record
 
     def linears(self) -> list[LinearPart]:

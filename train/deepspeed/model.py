@@ -166,8 +166,11 @@ class _AttentionInputs(TorchFunctionMode):
 
 
 @contextmanager
-def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
-    """Record the figures of `Engine.record_forward` in forward passes within the block."""
+def observed(model: Any, record: ForwardRecord, linears: Sequence[Sequence[str]]) -> Iterator[None]:
+    """Record the figures of `Engine.record_forward` in forward passes within the block.
+
+    `linears` are HF names of weights, in groups that read the same.
+    """
     current = 0  # the layer that is computed
 
     def begin(index: int) -> Any:
@@ -187,8 +190,29 @@ def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
         for index, layer in enumerate(model.base_model.layers):
             hooks.enter_context(layer.register_forward_pre_hook(begin(index)))
             hooks.enter_context(layer.register_forward_hook(end))
+        for names in linears:
+            _watch_linears(model, names, record, hooks)
         hooks.enter_context(_AttentionInputs(attention))
         yield
+
+
+def _watch_linears(
+    model: Any, names: Sequence[str], record: ForwardRecord, hooks: ExitStack
+) -> None:
+    """Record the weights of linears that read the same, and what they read."""
+
+    def watch(name: str) -> Any:
+        def hook(module: Any, inputs: Any) -> None:
+            if not record.has_weight(name):
+                record.weight(name, [module.weight.detach()])
+            if name == names[0]:
+                record.inputs(names, inputs[0])
+
+        return hook
+
+    for name in names:
+        module = model.get_submodule(name.removesuffix(".weight"))
+        hooks.enter_context(module.register_forward_pre_hook(watch(name)))
 
 
 @contextmanager

@@ -9,9 +9,11 @@ Shapes: S tokens, B sequences, N heads, D head size, W width of an output on thi
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -24,6 +26,7 @@ from train.distributed import sent_to_rank_zero
 from train.forward_record import ForwardRecord, LinearRecord
 from train.megatron.pipeline import Pipeline
 from train.model import megatron_names
+from train.model.config import ModelConfig, hidden_matrices
 from train.model.documents import document_numbers
 from train.model.rotary import rotated, rotations
 from train.run.directory import PROBE_OUTPUTS
@@ -189,8 +192,42 @@ def record_forward(pipeline: Pipeline, batch: Batch) -> ForwardRecord:
     with hooks:
         for layer in pipeline.model.module.decoder.layers:
             watch(layer)
+            _watch_linears(layer, pipeline.run.model, record, hooks)
         pipeline.losses(batch, forward_only=True)
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    record.summarize(partial(dist.all_reduce, group=tensor_group))
     return record
+
+
+def _watch_linears(layer: Any, model: ModelConfig, record: ForwardRecord, hooks: ExitStack) -> None:
+    """Record the weights of the linears of a layer, and what they read."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+
+    def watch(name: str, module: Any) -> None:
+        rows = megatron_names.hf_rows(name, model, size)
+        # A row-parallel linear has some inputs of every row, any other has whole rows.
+        whole = all_inputs if megatron_names.shard_axis(name) == 1 else lambda part: part
+
+        def hook(_: Any, inputs: Any) -> None:
+            record.inputs(tuple(rows), whole(inputs[0]))
+            if not all(map(record.has_weight, rows)):
+                weight = whole(module.weight.detach())
+                for hf_name, spans in rows.items():
+                    record.weight(hf_name, [weight[begin:end] for begin, end in spans])
+
+        hooks.enter_context(module.register_forward_pre_hook(hook))
+
+    hidden = hidden_matrices(model)
+    for suffix in megatron_names.inside_layer(model):
+        name = f"{megatron_names.LAYERS}{layer.layer_number - 1}.{suffix}"
+        if hidden.issuperset(megatron_names.hf_names(name)):
+            watch(name, layer.get_submodule(suffix.removesuffix(".weight")))
+
+
+def all_inputs(part: Tensor) -> Tensor:
+    """Return all inputs of a row-parallel linear, the last axis; every tensor rank calls."""
+    gathered: Tensor = gather_from_tensor_model_parallel_region(part)
+    return gathered
 
 
 def record_linears(
@@ -200,11 +237,6 @@ def record_linears(
     if parallel_state.get_data_parallel_rank() != 0:
         return {}
     records, hooks = dict[str, LinearRecord](), ExitStack()
-
-    def all_inputs(part: Tensor) -> Tensor:
-        """Return all inputs of a row-parallel linear, the last axis; every tensor rank calls."""
-        gathered: Tensor = gather_from_tensor_model_parallel_region(part)
-        return gathered
 
     def watch(name: str, module: Any) -> None:
         records[name] = LinearRecord.of(all_inputs(module.weight.detach()))

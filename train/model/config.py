@@ -235,6 +235,22 @@ def hidden_matrices(model: ModelConfig) -> frozenset[str]:
     )
 
 
+def input_groups(model: ModelConfig) -> list[tuple[str, ...]]:
+    """Return HF names of the weights of linears that read the same, group by group."""
+    row = model.row
+    parts = (
+        (row.attention, row.reading),
+        (row.attention, (row.writing,)),
+        (row.mlp, row.mlp_reading),
+        (row.mlp, (row.mlp_writing,)),
+    )
+    return [
+        tuple(f"{row.decoder}.{LAYERS}.{layer}.{part}.{name}.weight" for name in names)
+        for layer in range(model.num_hidden_layers)
+        for part, names in parts
+    ]
+
+
 def residual_linears(model: ModelConfig, layer: int) -> tuple[str, str]:
     """Return HF names of the two weights of a layer whose outputs enter the residual stream.
 

@@ -127,7 +127,8 @@ class RunConfig(Frozen):
         default=None,
         gt=0,
         description="norms of weights, gradients, updates and residual stream, and the largest"
-        " attention logit, of every layer at its multiples",
+        " attention logit, of every layer, and outlier statistics of every linear, at its"
+        " multiples",
     )
     probe: ProbeConfig | None = None
 
