@@ -163,7 +163,11 @@ def _over_linears(linears: Measured, figure: str) -> dict[str, Any]:
     values = {name: figures[figure] for name, figures in linears.items()}
     mean, *without_U = torch.stack(list(values.values())).mean(0).tolist()
     largest = max(values, key=lambda name: float(values[name][0]))
-    summary = {"mean": _defined(mean), "max": _defined(values[largest][0]), "linear": largest}
+    summary: dict[str, Any] = {
+        "mean": _defined(mean),
+        "max": _defined(values[largest][0]),
+        "linear": largest,
+    }
     if without_U and math.isfinite(mean):
         degrees = len(without_U) - 1
         error = math.sqrt(degrees * np.var(without_U))

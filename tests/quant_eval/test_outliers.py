@@ -31,7 +31,9 @@ def plain_documents(model, held_out_prefix):
     """What every linear reads of each document, by name: [L, I] each."""
     data = evaluation_set(open_corpus(held_out_prefix), LENGTH, None, "separate", 0)
     assert min(map(len, data.blocks)) < LENGTH  # so that batches are padded
-    parts = {name: [[] for _ in data.documents] for name in linears_of(model)}
+    parts: dict[str, list[list[np.ndarray]]] = {
+        name: [[] for _ in data.documents] for name in linears_of(model)
+    }
     for owner, block in zip(data.owner, data.blocks, strict=True):
         for name, input_LI in plain_inputs(model, torch.from_numpy(block)[None, :-1]).items():
             parts[name][owner].append(input_LI)
@@ -79,7 +81,7 @@ def test_the_standard_error_is_that_of_leaving_out_each_document(tmp_path, held_
 
 
 def test_ranks_change_no_bit_and_a_result_is_kept(tiny, tmp_path, held_out_prefix, in_process):
-    """Seven documents' batches for two ranks; a linear that reads zeros has no statistics."""
+    """Four batches for two ranks; a linear that reads zeros has no statistics."""
     hf_dir = make_model(tmp_path / "model", "olmo2", num_hidden_layers=2)
     dead = "model.layers.1.self_attn"
     change_weights(hf_dir, **{f"{dead}.v_proj.weight": torch.zeros(32, 32)})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from base.frozen import fingerprint
+from base.outliers import FIGURES
 from ckpt_tools.hf.directory import LINEAGE_JSON, RESULT_JSON
 from study.definition import Study, save_study
 from study.figures import figure
@@ -21,6 +22,7 @@ from study.paths import (
     hf_directory,
     last_model,
     quantization_result,
+    result,
     slice_result,
     step_result,
 )
@@ -120,6 +122,7 @@ def result_of(path: Path, spec: str, losses: dict[str, list]) -> dict:
         "relative_error": quantized / nll - 1,
         "kl_divergence": kl / tokens,
         "top1_agreement": agreements / tokens,
+        "r_l": 3 * kl / tokens,
     }
     intervals = {name: [0.93 * value, 1.08 * value] for name, value in figures.items()}
     intervals["cross_entropy"] = [figures["cross_entropy"] - 0.11, figures["cross_entropy"] + 0.12]
@@ -196,6 +199,23 @@ def write_result(path: Path, content: dict) -> None:
     reseal(path, content)
 
 
+def linears_result(run: str, model: MeasuredModel) -> str:
+    """The place of a model's outlier statistics."""
+    return result(run, model, "outliers", "linears")
+
+
+def outliers_content(path: Path, step: int) -> dict:
+    """A result.json of 'quant_eval outliers', whose kurtosis rises with the step."""
+    figures = {}
+    for figure in FIGURES:
+        mean = step / 100 if figure.endswith("kurtosis") else 0.04
+        figures[figure] = {"mean": mean, "max": 2 * mean, "linear": "model.layers.0.mlp.down_proj"}
+        if figure.startswith("input"):
+            figures[figure] |= {"standard_error": mean / 10, "interval": [0.8 * mean, 1.2 * mean]}
+    spec = {"name": "linears", "outliers": {}}
+    return {"model": {"path": str(path)}, "spec": spec, "measured": {"figures": figures}}
+
+
 def specs_of(study: Study, run: RunConfig, model: MeasuredModel) -> tuple[str, ...]:
     """Quantizations of a model: the last weights of a run have every method."""
     settings = study.quantization
@@ -209,8 +229,11 @@ def _write_results(
     for spec in specs_of(study, run, model):
         increase = loss * relative_error(run, step, spec) * (0.6 if model.average else 1)
         losses = per_document(loss, increase, 1.1 * increase)
-        result = result_of(directory / hf_directory(run.name, model), spec, losses)
-        write_result(directory / quantization_result(run.name, model, spec), result)
+        content = result_of(directory / hf_directory(run.name, model), spec, losses)
+        write_result(directory / quantization_result(run.name, model, spec), content)
+    if study.outliers:
+        content = outliers_content(directory / hf_directory(run.name, model), step)
+        write_result(directory / linears_result(run.name, model), content)
     if model.average:
         return
     trace = (
@@ -239,8 +262,8 @@ def _write_end(directory: Path, study: Study, run: RunConfig, loss: float) -> No
     hf = directory / hf_directory(run.name, MeasuredModel(run.total_steps))
     for spec in study.quantization.by_block:
         increase = loss * relative_error(run, run.total_steps, spec)
-        result = result_of(hf, spec, per_document(loss, increase, 1.1 * increase))
-        write_blocks(directory / blocks_result(run, spec), result)
+        content = result_of(hf, spec, per_document(loss, increase, 1.1 * increase))
+        write_blocks(directory / blocks_result(run, spec), content)
         write_result(directory / step_result(run, spec), step_content(increase))
     for spec in study.quantization.by_block[:1]:
         write_result(directory / slice_result(run, spec), slice_content(loss))

@@ -41,7 +41,7 @@ def outliers_of(model: Any, tokens_BS: torch.Tensor) -> dict[str, float]:
         for figure, value in plain_figures(inputs[name], plain_weight(linear)).items():
             figures[f"outliers/{figure}/{name.removeprefix('model.')}"] = value
             by_figure[f"outliers/{figure}"].append(value)
-    return figures | {figure: np.mean(values) for figure, values in by_figure.items()}
+    return figures | {figure: float(np.mean(values)) for figure, values in by_figure.items()}
 
 
 def figures_of(model: Any, tokens_BS: torch.Tensor) -> dict[str, float]:
