@@ -207,11 +207,11 @@ def linears_result(run: str, model: MeasuredModel) -> str:
 def outliers_content(path: Path, step: int) -> dict:
     """A result.json of 'quant_eval outliers', whose kurtosis rises with the step."""
     figures = {}
-    for figure in FIGURES:
-        mean = step / 100 if figure.endswith("kurtosis") else 0.04
-        figures[figure] = {"mean": mean, "max": 2 * mean, "linear": "model.layers.0.mlp.down_proj"}
-        if figure.startswith("input"):
-            figures[figure] |= {"standard_error": mean / 10, "interval": [0.8 * mean, 1.2 * mean]}
+    for name in FIGURES:
+        mean = step / 100 if name.endswith("kurtosis") else 0.04
+        figures[name] = {"mean": mean, "max": 2 * mean, "linear": "model.layers.0.mlp.down_proj"}
+        if name.startswith("input"):
+            figures[name] |= {"standard_error": mean / 10, "interval": [0.8 * mean, 1.2 * mean]}
     spec = {"name": "linears", "outliers": {}}
     return {"model": {"path": str(path)}, "spec": spec, "measured": {"figures": figures}}
 
