@@ -40,7 +40,7 @@ class ComputeSettings(NumberSettings):
 
 
 class SequenceSettings(NumberSettings):
-    """How a model sees a text."""
+    """The part of a text that a model sees at once, and its beginning."""
 
     bos: Bos = Field(
         default="template",

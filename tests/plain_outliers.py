@@ -44,7 +44,7 @@ def linears_of(model: Any) -> dict[str, torch.nn.Linear]:
 
 @torch.no_grad()
 def plain_inputs(model: Any, tokens_BS: torch.Tensor) -> dict[str, NDArray[np.float64]]:
-    """What every linear reads in a forward pass, [B S, I]."""
+    """The inputs of every linear in a forward pass, [B S, I]."""
     inputs: dict[str, NDArray[np.float64]] = {}
 
     def watch(name: str) -> Any:

@@ -24,7 +24,7 @@ def test_statistics_are_those_of_scipy_and_numpy(width):
 
 
 def test_kurtosis_of_known_distributions():
-    """Of a million Gaussian entries it is 3, with a standard error of sqrt(24 / n) = 0.005."""
+    """A million Gaussian entries have 3, with a standard error of sqrt(24 / n) = 0.005."""
     generator = torch.Generator().manual_seed(0)
     gaussian_NI = torch.randn(1000, 1000, generator=generator) * 0.02 + 0.01
     uniform_NI = torch.rand(1000, 1000, generator=generator)

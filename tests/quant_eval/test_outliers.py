@@ -28,7 +28,7 @@ def measured_of(hf_dir, held_out_prefix):
 
 
 def plain_documents(model, held_out_prefix):
-    """What every linear reads of each document, by name: [L, I] each."""
+    """The inputs of every linear for each document, by name: [L, I] each."""
     data = evaluation_set(open_corpus(held_out_prefix), LENGTH, None, "separate", 0)
     assert min(map(len, data.blocks)) < LENGTH  # so that batches are padded
     parts: dict[str, list[list[np.ndarray]]] = {

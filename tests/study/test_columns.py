@@ -24,6 +24,7 @@ EXPECTED = {
     "quant/gptq-b3-g32/kl_divergence_se_draws": ("double", ""),
     "quant/gptq-b3-g32/relative_error": ("double", "1"),
     "quant/gptq-b3-g32/top1_agreement_low": ("double", "1"),
+    "quant/gptq-b3-g32/r_l": ("double", "1"),
     "quant/nvfp4/absolute_error": ("double", NATS),
     "quant/nvfp4/tokens": ("int64", "tokens"),
     "quant/nvfp4/documents": ("int64", ""),
@@ -48,7 +49,7 @@ def test_names_types_and_units_stay():
         for name in EXPECTED
     }
     assert found == EXPECTED
-    assert len(schema) == 513
+    assert len(schema) == 562
 
 
 def test_every_declared_column_is_in_the_table_of_a_study_that_measures_it():
