@@ -24,8 +24,9 @@ from study.claims.verdict import (
     measures,
 )
 from study.definition import Study
-from study.measurements.kind import SHARE, Column
-from study.measurements.quantization import DIVERGENCE
+from study.measurements.kind import Column
+from study.measurements.outliers import INPUT, WEIGHT
+from study.measurements.quantization import DIVERGENCE, R_L
 from study.results.table import figure_columns
 
 R_L = Column("quant/{spec}/r_l", "R_L", SHARE, "lower")

@@ -10,11 +10,12 @@ import pytest
 
 from dynamics.claims.convergence import convergence, has_warmdowns
 from dynamics.claims.interventions import has_arms, interventions, qat_averages, widths
-from dynamics.claims.outliers import OUTLIERS, R_L, outliers
+from dynamics.claims.outliers import OUTLIERS, outliers
 from dynamics.mechanism.correlation import advantage
 from study.claims.page import judge_all
 from study.claims.verdict import Evidence, Verdict
 from study.design import unperturbed_among
+from study.measurements.quantization import R_L
 from study.results.paired import Paired
 from tests.present import present
 from tests.study.claimed import SPEC, rows_of, run_of, study_of

@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens, T = B x S, H hidden size, V vocabulary, W width of a module's output.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 

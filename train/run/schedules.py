@@ -49,14 +49,10 @@ def perturbed_in_words(config: RunConfig) -> str:
 
     Example: 'SAM rho 0.05: 2 passes of the steps 5,001 to 6,000'.
     """
-    perturbation, anneal = config.perturbation, config.schedule.anneal
-    if perturbation is None:
+    perturbation, first, last = config.perturbation, config.perturbed_from, config.total_steps
+    if perturbation is None or first is None:
         return ""
-    # A run without an anneal that waits for one is refused.
-    before = perturbation.after(anneal.start_step if anneal else None) or 0
-    first, last = max(before, first_step(config)), config.total_steps
-
     passes = f"{perturbation.PASSES} passes of " if perturbation.PASSES > 1 else ""
-    count = config.perturbed_steps(first, last)
-    some = "" if count == last - first else f"{count:,} of "
-    return f"{perturbation.describe()}: {passes}{some}the steps {first + 1:,} to {last:,}"
+    count = config.perturbed_steps(first - 1, last)
+    some = "" if count == last - first + 1 else f"{count:,} of "
+    return f"{perturbation.describe()}: {passes}{some}the steps {first:,} to {last:,}"
