@@ -5,7 +5,7 @@ Shapes: O outputs, I inputs, B sequences, S tokens.
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
@@ -247,7 +247,7 @@ def equals_whole(run: RunConfig, engine: Engine, weights: dict[str, Tensor]) -> 
     for settings in NOISES:
         change, of_whole = (noisy(settings, run, 7) for _ in range(2))
         expected = {
-            name: of_whole(LinearPart(name, (weights[name],)), weights[name]) for name in dtypes
+            name: changed(LinearPart(name, (weights[name],)), of_whole) for name in dtypes
         }
         for linear in engine.linears():
             assert torch.equal(changed(linear, change), part_of(linear, expected)), linear
@@ -259,11 +259,9 @@ def changed(linear: LinearPart, change: Change) -> Tensor:
     return result
 
 
-def part_of(linear: LinearPart, whole: Mapping[str, Tensor | None]) -> Tensor:
+def part_of(linear: LinearPart, whole: dict[str, Tensor]) -> Tensor:
     rows, columns = sum(map(len, linear.pieces)), linear.pieces[0].shape[1]
-    weight_OI = whole[linear.name]
-    assert weight_OI is not None
-    return weight_OI[linear.row :, linear.column :][:rows, :columns]
+    return whole[linear.name][linear.row :, linear.column :][:rows, :columns]
 
 
 def as_quant_eval_rounds(weights: dict[str, Tensor], spec: str) -> dict[str, Tensor]:

@@ -46,6 +46,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline": 2}),
     "zero1": (2, {"engine": "deepspeed", "zero": ZeroConfig(stage=1)}),
     "zero2": (2, {"engine": "deepspeed", "zero": ZeroConfig(stage=2)}),
+    "zero3": (2, {"engine": "deepspeed", "zero": ZeroConfig(stage=3)}),
     "bf16": (1, {"precision": "bf16"}),
     "bf16-pp2": (2, {"precision": "bf16", "pipeline": 2}),
     "bf16-zero2": (2, {"precision": "bf16", "engine": "deepspeed", "zero": ZeroConfig(stage=2)}),
@@ -63,6 +64,7 @@ QUICK = (
     ("pp2", "adaptive", 4, True),
     ("zero1", "adaptive", 4, True),
     ("zero2", "sam", 4, False),
+    ("zero3", "sam", 4, False),
     ("bf16", "adaptive", 4, True),
 )
 Case = tuple[str, str, int | None, bool]
