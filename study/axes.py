@@ -120,6 +120,9 @@ class Axis(Frozen):
     unit: str = ""
     scale: Scale
     values: dict[str, Value] = Field(description="by the name of the run")
+    labels: dict[str, str] = Field(
+        default={}, description="of the values, by the name of the run; empty: as `text_of`"
+    )
 
     @property
     def title(self) -> str:
@@ -127,11 +130,17 @@ class Axis(Frozen):
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
     def text_of(self, run: str) -> str:
-        """Return the value of a run for a label: '0.1', '10.5B' or 'cosine'."""
+        """Return the value of a run in words: '0.1', '10.5B', '20%' or 'cosine'."""
         value = self.values[run]
         if isinstance(value, str):
             return value
-        return amount_name(value).upper() if self.unit == "tokens" else f"{value:g}"
+        if self.unit == "tokens":
+            return amount_name(value).upper()
+        return f"{value:g}%" if self.unit.startswith("%") else f"{value:g}"
+
+    def label_of(self, run: str) -> str:
+        """Return the part of a label that is of this axis; empty where it would say 'none'."""
+        return self.labels.get(run, self.text_of(run))
 
 
 class _Quantity(NamedTuple):
@@ -141,6 +150,7 @@ class _Quantity(NamedTuple):
     of: Callable[[RunConfig], Value]
     unit: str = ""
     implied_by: tuple[str, ...] = ()  # axes that together may decide it; then no label names it
+    label: Callable[[Value], str] | None = None  # of a value, where that alone would not do
 
 
 NO_ANNEAL = "no anneal"  # of a control, see study.design
@@ -156,6 +166,31 @@ def _schedule(run: RunConfig) -> str:
 def _anneal_tokens(run: RunConfig) -> int:
     anneal = run.schedule.anneal
     return run.total_tokens - run.tokens_at(anneal.start_step) if anneal else 0
+
+
+def _anneal_share(run: RunConfig) -> float:
+    """Return the anneal's percentage of the tokens, as labels have it."""
+    return round(100 * _anneal_tokens(run) / run.total_tokens, 1)
+
+
+def _anneal_label(share: Value) -> str:
+    return f"anneal {share:g}%" if share else NO_ANNEAL
+
+
+def _floor(run: RunConfig) -> float:
+    return 100 * run.schedule.anneal.floor if run.schedule.anneal else 0.0
+
+
+def _floor_label(floor: Value) -> str:
+    return f"floor {floor:g}%" if floor else ""
+
+
+def _perturbation(run: RunConfig) -> str:
+    return run.perturbation.describe() if run.perturbation else NONE
+
+
+def _perturbation_label(words: Value) -> str:
+    return "" if words == NONE else str(words)
 
 
 def _batch_warmup(run: RunConfig) -> str:
@@ -175,9 +210,23 @@ QUANTITIES: dict[str, _Quantity] = {  # in the order in which labels have them
         "tokens",
         implied_by=("batch_size", "schedule"),
     ),
-    "anneal_tokens": _Quantity(
-        "anneal", _anneal_tokens, "tokens", implied_by=("batch_size", "schedule", "tokens")
+    "anneal_share": _Quantity(
+        "anneal",
+        _anneal_share,
+        "% of the tokens",
+        implied_by=("batch_size", "schedule", "tokens"),
+        label=_anneal_label,
     ),
+    "anneal_tokens": _Quantity(
+        "length of the anneal",
+        _anneal_tokens,
+        "tokens",
+        implied_by=("batch_size", "schedule", "tokens", "anneal_share"),
+    ),
+    "floor": _Quantity(
+        "floor of the anneal", _floor, "% of the rate at its start", label=_floor_label
+    ),
+    "perturbation": _Quantity("perturbation", _perturbation, label=_perturbation_label),
     "batch_warmup": _Quantity("smaller batches first", _batch_warmup),
     "matrices": _Quantity("optimizer of matrices", lambda run: run.optimizer.matrices),
     "decay": _Quantity("rule of weight decay", lambda run: run.optimizer.decay),
@@ -188,10 +237,12 @@ QUANTITIES: dict[str, _Quantity] = {  # in the order in which labels have them
 COVERED = frozenset(
     {"batch_size", "batch_warmup", "engine", "total_steps", "schedule.phase.kind"}
     | {f"optimizer.{key}" for key in ("peak_lr", "weight_decay", "matrices", "decay")}
-    | {"schedule.phase.horizon_tokens", "schedule.anneal", "schedule.anneal.start_step"}
+    | {"schedule.phase.horizon_tokens"}
+    | {f"schedule.anneal{key}" for key in ("", ".start_step", ".floor")}
 )
 # What other settings may follow from: a warm-up from the budget, say, but none from the peak.
-DECIDING = ("batch_size", "schedule", "tokens", "anneal_tokens", "batch_warmup", "matrices")
+DECIDING = ("batch_size", "schedule", "tokens", "anneal_share", "anneal_tokens", "perturbation")
+DECIDING += ("batch_warmup", "matrices")
 NAMES = {  # of settings and factors, with their unit; the key itself in words for any other
     "num_hidden_layers": ("layers", ""),
     "hidden_size": ("width", ""),
@@ -328,7 +379,16 @@ def _axis(key: str, quantity: _Quantity, values: dict[str, Value], compared: Ite
     if not any(isinstance(values[run], str) for run in compared):
         numbers = [value for value in values.values() if not isinstance(value, str)]
         scale = "log" if min(numbers) > 0 else "linear"
-    return Axis(key=key, name=quantity.name, unit=quantity.unit, scale=scale, values=values)
+    label = quantity.label
+    labels = {run: label(value) for run, value in values.items()} if label else {}
+    return Axis(
+        key=key,
+        name=quantity.name,
+        unit=quantity.unit,
+        scale=scale,
+        values=values,
+        labels=labels,
+    )
 
 
 def amount_name(tokens: float) -> str:
@@ -379,8 +439,11 @@ def varied_of(axes: Sequence[Axis], controls: Set[str] = frozenset()) -> Varied 
 
 
 def text_of(axes: Iterable[Axis], run: str, controls: Set[str] = frozenset()) -> str:
-    """Return the texts of a run on several axes: '0.001, cosine'; a control has 'no anneal'."""
-    texts = [axis.text_of(run) for axis in axes]
+    """Return the labels of a run on several axes: '0.001, cosine'; a control has 'no anneal'."""
+    all_axes = list(axes)
+    texts = [label for axis in all_axes if (label := axis.label_of(run))]
     if run in controls and NO_ANNEAL not in texts:
         texts.append(NO_ANNEAL)
+    if all_axes and not texts:
+        return NONE
     return ", ".join(texts)

@@ -14,7 +14,7 @@ from base.reading import as_model, read_sealed
 from curvature.settings import LineSettings, PlaneSettings, PredictionSettings
 from quant_eval.settings import OutlierSettings
 from study.axes import AnyRun, Axis, Varied, axes_of, text_of, varied_of
-from study.design import Group, control_among, equal_runs, replicates_of
+from study.design import Group, control_among, equal_runs, replicates_of, unperturbed_among
 from study.experiments import Experiment, problems_of, runs_with_origins
 from study.measurements.critical import CRITICAL
 from study.measurements.curvature import CURVATURE, CurvatureSettings
@@ -389,6 +389,10 @@ class Study(Showable):
     def control_of(self, run: AnyRun) -> RunConfig | None:
         """Return the run of this study that trains like an annealed one, to its end, without."""
         return control_among(self.trained, run)
+
+    def unperturbed_of(self, run: AnyRun) -> RunConfig | None:
+        """Return the run of this study that trains like a perturbed one, to its end, without."""
+        return unperturbed_among(self.trained, run)
 
     @cached_property
     def controls(self) -> frozenset[str]:

@@ -1,8 +1,9 @@
 """The design of a study: replicates, runs that differ in their seed alone, and controls.
 
 A control is what an annealed run is compared with: the same run at equal tokens without its anneal.
-An intervention is compared with the same run without its perturbation.
-Replicates show the noise between trainings, which no interval over text holds.
+It has no perturbation that begins with the anneal either. A perturbed run is compared with the same
+one without its perturbation, too. Replicates show the noise between trainings, which no interval
+over text holds.
 """
 
 import json
@@ -38,7 +39,17 @@ def _trajectory(run: RunConfig) -> str:
     content = {key: _content(run)[key] for key in (*MUST_AGREE, "schedule")}
     # Without the anneal: a run and its control then have the same trajectory.
     content["schedule"] = content["schedule"] | {"anneal": None}
+    perturbation = _without_anneal(run).perturbation
+    content["perturbation"] = perturbation and perturbation.model_dump(mode="json")
     return json.dumps(content, sort_keys=True)
+
+
+def _without_anneal(run: RunConfig) -> RunConfig:
+    """Return a run without its anneal and without a perturbation that begins with it, unchecked."""
+    schedule = run.schedule.model_copy(update={"anneal": None})
+    begins_with_it = run.perturbation is not None and run.perturbation.from_step is None
+    changes = {"schedule": schedule} | ({"perturbation": None} if begins_with_it else {})
+    return run.model_copy(update=changes)
 
 
 def control_among(runs: Iterable[RunConfig], run: AnyRun) -> RunConfig | None:
@@ -53,17 +64,27 @@ def control_among(runs: Iterable[RunConfig], run: AnyRun) -> RunConfig | None:
 
 
 def unperturbed_among(runs: Iterable[RunConfig], run: AnyRun) -> RunConfig | None:
-    """Return the run that is the same but for its perturbation, which it does not have."""
+    """Return the run that trains as `run` does, to its end, without its perturbation."""
     if not isinstance(run, RunConfig) or not run.perturbation:
         return None
-    is_alike = (other for other in runs if _but_perturbation(other) == _but_perturbation(run))
-    return next((other for other in is_alike if not other.perturbation), None)
+    unperturbed = _but_perturbation(run)
+    return next(
+        (
+            other
+            for other in runs
+            if not other.perturbation
+            and _but_perturbation(other) == unperturbed
+            and run.total_steps in other.save_steps
+        ),
+        None,
+    )
 
 
 @cache
 def _but_perturbation(run: RunConfig) -> str:
-    content = {key: value for key, value in _content(run).items() if key not in PLACES}
-    del content["perturbation"]
+    content = {key: _content(run)[key] for key in (*MUST_AGREE, "schedule")}
+    if run.schedule.anneal:  # which falls over the steps up to the end
+        content["total_steps"] = run.total_steps
     return json.dumps(content, sort_keys=True)
 
 
@@ -186,11 +207,10 @@ def _control(annealed: Sequence[RunConfig]) -> RunConfig:
     parent = branch.run.removeprefix("../")
     changes = {
         "name": f"{parent}-control",
-        "schedule": first.schedule.model_copy(update={"anneal": None}),
         "branch_from": branch,
         "start_from": None,  # the parent did
         "total_steps": max(saves),
         "save_steps": tuple(sorted(saves)),
         "saving": first.saving.model_copy(update={"full_steps": None, "average_steps": None}),
     }
-    return RunConfig.model_validate(dict(first) | changes)
+    return RunConfig.model_validate(dict(_without_anneal(first)) | changes)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from base.frozen import NAME_PATTERN, Frozen
 from study.axes import AnyRun
-from study.design import control_among, seeded_name
+from study.design import control_among, seeded_name, unperturbed_among
 from train.run.config import RunConfig
 
 
@@ -62,13 +62,18 @@ def problems_of(experiments: Sequence[Experiment], runs: Collection[str]) -> Ite
 
 
 def runs_with_origins(runs: Sequence[AnyRun], names: Collection[str]) -> tuple[AnyRun, ...]:
-    """Return the runs of these names, their controls, and what all of these start from, in order.
+    """Return runs by name, what they are compared with, and what all of these start from, in order.
 
     A run starts from its parent, a stage of a released model from the one before it.
     """
     trained = [run for run in runs if isinstance(run, RunConfig)]
-    controls = [control_among(trained, run) for run in trained if run.name in names]
-    kept = {*names, *(control.name for control in controls if control)}
+    compared = [
+        partner
+        for run in trained
+        if run.name in names
+        for partner in (control_among(trained, run), unperturbed_among(trained, run))
+    ]
+    kept = {*names, *(partner.name for partner in compared if partner)}
     # Parents come before what starts from them, so one pass from the end finds all.
     for run in reversed(runs):
         if run.name in kept:

@@ -20,6 +20,7 @@ from train.run.config import RunConfig, with_settings
 # What the recipe alone decides, of the study and of its runs; the text is that of `--text`.
 OF_RECIPE = {"name", "settings", "runs", "experiments", "text"}
 OF_RUNS = {"name", "factors", "branch_from"}
+PERTURBATION = "perturbation"
 
 
 def with_study_settings(study: Study, settings: tuple[str, ...]) -> Study:
@@ -45,8 +46,14 @@ def with_study_settings(study: Study, settings: tuple[str, ...]) -> Study:
                 change(content, setting)
         named.append((key, value))
 
+    its = {
+        name: [each for each in settings if path_of(each) in paths_of_run]
+        for name, paths_of_run in of_run.items()
+    }
+    its = _perturbing_anneals(study, its)
+
     def change_run(run: RunConfig) -> RunConfig:
-        return with_settings(run, [each for each in settings if path_of(each) in of_run[run.name]])
+        return with_settings(run, its[run.name])
 
     # Validated as a whole after all settings: one alone may not fit the rest.
     name = name_with(study.name, named)
@@ -60,6 +67,26 @@ def with_study_settings(study: Study, settings: tuple[str, ...]) -> Study:
             " quantization.by_block, too"
         )
     return changed
+
+
+def _perturbing_anneals(study: Study, settings: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the settings by run, those of a perturbation for its anneals alone if it is of these.
+
+    One that begins with the anneal leaves controls as they are: they have none. Without any anneal
+    in the study nothing is left out, and the runs refuse it.
+    """
+    others = {}
+    for run in study.trained:
+        content = run.model_dump(mode="json")
+        for setting in settings[run.name]:
+            change(content, setting)
+        perturbation = content["perturbation"]
+        is_of_anneal = isinstance(perturbation, dict) and perturbation.get("from_step") is None
+        if is_of_anneal and not content["schedule"]["anneal"]:
+            others[run.name] = [
+                each for each in settings[run.name] if path_of(each).split(".")[0] != PERTURBATION
+            ]
+    return settings | others if len(others) < len(study.trained) else settings
 
 
 def _paths(value: Study | RunConfig, without: set[str]) -> list[str]:

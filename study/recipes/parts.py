@@ -212,14 +212,24 @@ def spread(start: int, end: int, count: int) -> tuple[int, ...]:
     return tuple(start + round(part * (end - start) / count) for part in range(1, count + 1))
 
 
-def annealed(parent: RunConfig, name: str, *, start: int, save_steps: tuple[int, ...]) -> RunConfig:
-    """Return the run that leaves `parent` at step `start` for a linear anneal to zero.
+def annealed(
+    parent: RunConfig,
+    name: str,
+    *,
+    start: int,
+    save_steps: tuple[int, ...],
+    floor: float = 0.0,
+    **settings: Any,
+) -> RunConfig:
+    """Return the run that leaves `parent` at step `start` for a linear anneal, to zero by default.
 
-    It reads the data that comes next there.
+    It reads the data that comes next there. `settings` are further ones of RunConfig, such as its
+    perturbation.
     """
+    anneal = Anneal(start_step=start, floor=floor)
     changes: dict[str, Any] = {
         "name": name,
-        "schedule": parent.schedule.model_copy(update={"anneal": Anneal(start_step=start)}),
+        "schedule": parent.schedule.model_copy(update={"anneal": anneal}),
         # The fingerprint pins the parent: a branch of another training is refused.
         "branch_from": BranchFrom(
             run=f"../{parent.name}", step=start, fingerprint=fingerprint(parent)
@@ -229,7 +239,7 @@ def annealed(parent: RunConfig, name: str, *, start: int, save_steps: tuple[int,
         # what is kept at which step is the parent's own
         "saving": parent.saving.model_copy(update={"full_steps": None, "average_steps": None}),
     }
-    return RunConfig.model_validate(dict(parent) | changes)
+    return RunConfig.model_validate(dict(parent) | changes | settings)
 
 
 def lean(runs: Sequence[RunConfig], averaged_steps: Iterable[int] = ()) -> list[RunConfig]:

@@ -164,6 +164,7 @@ def _trained(run: RunConfig, letters: Mapping[str, str]) -> dict[str, str]:
         "run": run.name,
         "peak": f"{run.optimizer.peak_lr:g}{run.found_at}",
         "schedule": letters[_schedule(run)],
+        "perturbation": run.perturbation.describe() if run.perturbation else "",
         "from": f"{branch.run.removeprefix('../')} at {branch.step:,}" if branch else "",
         "perturbed": run.perturbation.describe() if run.perturbation else "",
         "to step": f"{run.total_steps:,}",
