@@ -57,7 +57,7 @@ SOURCES = (
 
 
 @dataclass(frozen=True)
-class Size:
+class ArmsSize:
     """A size at which all arms are trained.
 
     Attributes:
@@ -107,14 +107,14 @@ class Size:
         return f"rtn-b{bits}-g{self.group_size}"
 
 
-def arms(size: Size) -> list[RunConfig]:
+def arms(size: ArmsSize) -> list[RunConfig]:
     """Return the run at the constant rate, which is the control, and all anneals that leave it."""
     stable = _stable(size)
     lengths = [_anneal(stable, size, f"anneal{share}", share) for share in size.shares]
     return [stable, *lengths, *_interventions(stable, size)]
 
 
-def _interventions(stable: RunConfig, size: Size) -> Iterator[RunConfig]:
+def _interventions(stable: RunConfig, size: ArmsSize) -> Iterator[RunConfig]:
     """Yield the anneals that differ from the usual one in more than their length."""
     perturbations: dict[str, Perturbation] = {
         **{f"qat{bits}": Qat(spec=size.grid(bits)) for bits in size.qat_bits},
@@ -126,7 +126,7 @@ def _interventions(stable: RunConfig, size: Size) -> Iterator[RunConfig]:
     yield _anneal(stable, size, f"anneal{SHARE}-floor{100 * FLOOR:g}", floor=FLOOR)
 
 
-def _stable(size: Size) -> RunConfig:
+def _stable(size: ArmsSize) -> RunConfig:
     """Return the run at the constant rate to the end, saved where an anneal leaves or is saved."""
     starts = {size.start_of(share) for share in size.shares}
     tokens_per_step = size.training["batch_size"] * size.training["data"].sequence_length
@@ -145,7 +145,7 @@ def _stable(size: Size) -> RunConfig:
 
 
 def _anneal(
-    stable: RunConfig, size: Size, name: str, share: int = SHARE, **settings: Any
+    stable: RunConfig, size: ArmsSize, name: str, share: int = SHARE, **settings: Any
 ) -> RunConfig:
     """Return an anneal over the last `share` percent; the usual one and those by QAT keep LAWA."""
     # What averages do to weights on a grid is asked of QAT, in comparison with the usual anneal.
@@ -160,7 +160,7 @@ def _anneal(
     )
 
 
-def interventions(size: Size, **settings: Any) -> Study:
+def interventions(size: ArmsSize, **settings: Any) -> Study:
     """Return the study of all arms at a size; `settings` are further ones of Study."""
     averaged_steps = (size.steps,)
     # those of the constant rate from where the usual anneal starts
@@ -187,7 +187,7 @@ def _quantization(
     return QuantizationSettings(measure="absolute_error", specs=specs, **amounts)
 
 
-TINY = Size(
+TINY = ArmsSize(
     model=demo.MODEL,
     text=demo.TEXT,
     steps=1000,
@@ -220,7 +220,7 @@ TINY = Size(
     # So small a model loses little at 3 bits.
     qat_bits=(2, 3, 4),
 )
-SMOKE = Size(
+SMOKE = ArmsSize(
     model=demo.MODEL,
     text=SMALL_TEXT,
     steps=40,
@@ -252,7 +252,7 @@ SMOKE = Size(
 )
 # Tokens are those of the learning-rate ablation of the size up to the usual anneal, which takes a
 # quarter of them.
-OF_30M = Size(
+OF_30M = ArmsSize(
     model=OLMO2_30M,
     text=TEXT_30M,
     steps=1_440,
@@ -285,9 +285,11 @@ OF_30M = Size(
 )
 
 
-def _of_web(model: ModelConfig, steps: int, warmup: int, peak_lr: float, **training: Any) -> Size:
+def _of_web(
+    model: ModelConfig, steps: int, warmup: int, peak_lr: float, **training: Any
+) -> ArmsSize:
     """Return a size with the texts and amounts of the larger learning-rate ablations."""
-    return Size(
+    return ArmsSize(
         model=model,
         text=TEXT,
         steps=steps,
@@ -319,7 +321,7 @@ OF_1B = _of_web(OLMO2_1B, 36_000, 800, 4e-4, batch_size=512, micro_batch_size=4)
 
 @recipe
 def tiny_interventions(*, smoke: bool = False) -> Study:
-    """What the anneal can be changed by, at the demo's size: QAT, noise, SAM, length, averages.
+    """Interventions in the anneal in small: QAT, noise, SAM, lengths, a floor, averages.
 
     Ten arms of 1M tokens leave one run at a constant rate, with three seeds: anneals over 10, 20,
     33 and 50% of the tokens, and over 20% with QAT at 2, 3 and 4 bits, with noise, with SAM, and to
@@ -330,7 +332,7 @@ def tiny_interventions(*, smoke: bool = False) -> Study:
 
 @recipe
 def olmo2_30m_interventions(*, smoke: bool = False) -> Study:
-    """The same with OLMo2-30M: 189M tokens an arm, three seeds, two hours of one H100.
+    """Interventions in the anneal of OLMo2-30M: 189M tokens an arm, three seeds, below two hours.
 
     The peak is within those of `olmo2_30m_lr`; so are batch, context and text.
     """
@@ -339,13 +341,13 @@ def olmo2_30m_interventions(*, smoke: bool = False) -> Study:
 
 @recipe
 def olmo2_190m_interventions(*, smoke: bool = False) -> Study:
-    """The same with OLMo2-190M: 15B tokens an arm, one seed."""
+    """Interventions in the anneal of OLMo2-190M: 15B tokens an arm, one seed."""
     return interventions(SMOKE if smoke else OF_190M)
 
 
 @recipe
 def olmo2_1b_interventions(*, smoke: bool = False) -> Study:
-    """The same with OLMo2-1B: 75B tokens an arm, one seed.
+    """Interventions in the anneal of OLMo2-1B: 75B tokens an arm, one seed.
 
     Batch and rate are those of the released model, as the lowest of `olmo2_1b_lr` are.
     """

@@ -28,7 +28,7 @@ SMALLER = (
         r"study run (olmo2-30m-lr .*kernels=transformer_engine)",
         r"study show --gpus 1 --gpu h100 \1",
     ),
-    (r"study run tiny-paper", "study show tiny-paper"),  # it takes minutes
+    (r"study run (tiny-paper|tiny-interventions)", r"study show \1"),  # it takes minutes
     (r"runs/tiny\b(?!-)", f"runs/{NAME}"),
     (r"(study (status|mirror|choose-average)) tiny\b", rf"\1 {NAME}"),
     (r"lr2\.4e-2-seed1", "lr3e-2"),
