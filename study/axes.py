@@ -241,8 +241,10 @@ COVERED = frozenset(
     | {f"schedule.anneal{key}" for key in ("", ".start_step", ".floor")}
 )
 # What other settings may follow from: a warm-up from the budget, say, but none from the peak.
-DECIDING = ("batch_size", "schedule", "tokens", "anneal_share", "anneal_tokens", "perturbation")
-DECIDING += ("batch_warmup", "matrices")
+DECIDING = (
+    *("batch_size", "schedule", "tokens", "anneal_share", "anneal_tokens", "perturbation"),
+    *("batch_warmup", "matrices"),
+)
 NAMES = {  # of settings and factors, with their unit; the key itself in words for any other
     "num_hidden_layers": ("layers", ""),
     "hidden_size": ("width", ""),

@@ -1,6 +1,7 @@
 """Arms at equal tokens: they differ in the anneal alone, and each finds what it is compared with."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from study.results.table import axis_columns
 from study.tracking.described import run_params
 from tests.study.mine import MODEL, TEXT
 from train.run.config import RunConfig
-from train.run.perturbation import Noise, Qat
+from train.run.perturbation import Noise, Qat, Sam
 from train.run.schedules import learning_rate
 
 RECIPES = [f"{size}-interventions" for size in ("tiny", "olmo2-30m", "olmo2-190m", "olmo2-1b")]
@@ -70,7 +71,7 @@ def test_lengths_and_what_is_changed(name):
     assert list(changed) == [f"anneal20-{arm}" for arm in names]
     first, second, noise, sam = list(changed.values())[-4:]
     assert (first, second, noise) == (Qat(spec=specs[0]), Qat(spec=specs[1]), Noise(spec=specs[0]))
-    assert (sam.kind, sam.rho) == ("sam", 0.05)
+    assert sam == Sam(rho=0.05)
     # What QAT rounds to is what is measured.
     assert set(specs) <= set(study.quantization.specs)
 
@@ -131,7 +132,7 @@ def test_averages_are_of_the_constant_rate_and_of_qat():
 
 
 def test_a_control_has_no_perturbation_that_begins_with_the_anneal():
-    def run(name: str, **settings: object) -> RunConfig:
+    def run(name: str, **settings: Any) -> RunConfig:
         return wsd_run(name, model=MODEL, text=TEXT, steps=40, peak_lr=1e-2, **settings)
 
     qat = run("qat", perturbation=Qat(spec="rtn-b3-g32"))
