@@ -24,7 +24,7 @@ ADDED = {"qat": 0.04, "noise": 0.02, "sam": 0.01}  # to the loss, by the kind of
 
 def changed_loss(run: RunConfig, step: int) -> float:
     """Another one for every arm and seed."""
-    kind = getattr(run.perturbation, "kind", None)
+    kind = run.perturbation.kind if run.perturbation else ""
     return held_out_loss(run, step) + ADDED.get(kind, 0.0) * run.seed
 
 
