@@ -14,7 +14,8 @@ from study.measurements.quantization import BLOCKS
 from study.paths import last_model
 from study.released import ReleasedRun
 from train.model.config import hidden_matrices, parameter_shapes
-from train.planning.memory import FP32, bytes_of_weight, checkpoint_bytes, parameter_count
+from train.planning.memory import bytes_of_weight, checkpoint_bytes, parameter_count
+from train.planning.optimizer_states import FP32
 from train.run.directory import RunDirectory
 
 GB = 1e9

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ckpt_tools.checkpoints import read_shards
-from tests.runs import draw_weights, make_run, on_ranks, save
+from tests.runs import draw_weights, leave_layout, make_run, on_ranks, save
 from tests.train.test_even_writing import BUCKETS
 from train.distributed import start
 from train.engines import build_engine
@@ -18,9 +18,11 @@ from train.model.initialization import initial_parameter
 from train.model.presets import OLMO2_1B, OLMO2_7B, OLMO2_190M
 from train.optimizers import matrices
 from train.optimizers.muon import Muon, orthogonalized
+from train.optimizers.soap import Soap
 from train.run.config import load_run
 
 MUON = Muon(peak_lr=1e-2)
+OPTIMIZERS = {"muon": MUON, "soap": Soap(peak_lr=1e-2, refresh_updates=1)}
 # The least that the largest rank can do, over the mean. A layer of the 1B and the 190M has four
 # matrices of one unit of work and three of three units: 208 units on 64 ranks are 3.25 for each,
 # and four for one; 156 units are 2.4, and the largest matrix is three. On 512 ranks there are fewer
@@ -64,16 +66,26 @@ def test_flops_are_those_that_torch_counts(shape):
     assert counter.get_total_flops() == MUON.direction_flops(shape)
 
 
-def update(run_dir: str, out: str, round_elements: str) -> None:
-    """Worker, on every rank: two updates by gradients that are drawn, at any layout."""
-    run = load_run(Path(run_dir) / "run.json")
-    with (
-        mock.patch.object(matrices, "ROUND_ELEMENTS", int(round_elements)),
-        mock.patch.multiple("train.megatron.data_parallel", **BUCKETS),
-    ):
-        engine = build_engine(run, start())
+def update_all(round_elements: str, *run_dirs: str) -> None:
+    """Worker, on every rank: updates of several runs by gradients that are drawn, at any layout."""
+    device = start()
+    for run_dir in map(Path, run_dirs):
+        run = load_run(run_dir / "run.json")
+        with (
+            mock.patch.object(matrices, "ROUND_ELEMENTS", int(round_elements)),
+            mock.patch.multiple("train.megatron.data_parallel", **BUCKETS),
+        ):
+            engine = build_engine(run, device)
+        update(engine, run)
+        save(engine, run_dir / "out", weights_only=True)
+        leave_layout(run)
+    engine.close()
+
+
+def update(engine, run):
+    """Two updates, after SOAP's first one, which moves no matrix."""
     draw_weights(engine, run)
-    for step in range(2):
+    for step in range(3):
         # As from a checkpoint: what is set whole is cut as the weights are.
         draw = {
             name: initial_parameter(name, run.model, 10 + step)
@@ -95,8 +107,6 @@ def update(run_dir: str, out: str, round_elements: str) -> None:
         inner(engine).set_rate(1e-2)
         inner(engine).step()
         engine.publish_weights()
-    save(engine, Path(out), weights_only=True)
-    engine.close()
 
 
 def inner(engine):
@@ -110,22 +120,30 @@ def inner(engine):
 )
 def test_updates_on_four_ranks_are_those_of_one(tmp_path, inputs, engine, layout):
     """Bit for bit, with the buckets of GPUs and several rounds."""
-    settings = {"layers": 3, "kv_heads": 2, "optimizer": MUON, "engine": engine}
-    settings |= {"micro_batch_size": 2}
-    run = make_run(tmp_path / "one", **inputs, **settings)
-    make_run(tmp_path / "four", **inputs, **settings, **layout)
-    on_ranks(1, update, tmp_path / "one", tmp_path / "one-out", 1 << 28)
-    on_ranks(4, update, tmp_path / "four", tmp_path / "four-out", 2500)
-    weights = [
-        read_shards(tmp_path / name, run.model)
-        if engine == "megatron"
-        else {
-            key: weight
-            for path in (tmp_path / name).glob("model*.safetensors")
-            for key, weight in load_file(path).items()
-        }
-        for name in ("one-out", "four-out")
-    ]
-    for name in hidden_matrices(run.model):
-        assert torch.equal(weights[0][name], weights[1][name]), name
-        assert not torch.equal(weights[0][name], initial_parameter(name, run.model, run.seed)), name
+    settings = {"layers": 3, "kv_heads": 2, "engine": engine, "micro_batch_size": 2}
+    runs = {
+        name: make_run(tmp_path / "one" / name, **inputs, **settings, optimizer=optimizer)
+        for name, optimizer in OPTIMIZERS.items()
+    }
+    for name, optimizer in OPTIMIZERS.items():
+        make_run(tmp_path / "four" / name, **inputs, **settings, **layout, optimizer=optimizer)
+    on_ranks(1, update_all, 1 << 28, *(tmp_path / "one" / name for name in runs))
+    on_ranks(4, update_all, 2500, *(tmp_path / "four" / name for name in runs))
+    for name, run in runs.items():
+        one, four = (
+            weights_in(tmp_path / ranks / name / "out", run, engine) for ranks in ("one", "four")
+        )
+        for key in hidden_matrices(run.model):
+            assert torch.equal(one[key], four[key]), (name, key)
+            assert not torch.equal(one[key], initial_parameter(key, run.model, run.seed)), key
+
+
+def weights_in(checkpoint, run, engine):
+    """The weights of a checkpoint by HF name."""
+    if engine == "megatron":
+        return read_shards(checkpoint, run.model)
+    return {
+        key: weight
+        for path in checkpoint.glob("model*.safetensors")
+        for key, weight in load_file(path).items()
+    }

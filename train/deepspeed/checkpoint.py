@@ -4,7 +4,8 @@ The weights that the model computes with are whole tensors by HF name, in files 
 directory: model.safetensors of one rank, about as much in a file of each of several, and an index.
 optimizer-00000-of-00002.safetensors, of rank 0 of 2, holds flat fp32 ranges of parameters as
 KIND/HF NAME, where KIND is weights, a state of the optimizer or a slot. The metadata says where
-each range starts in its flattened parameter: any number of ranks finds its state in the files.
+each range starts in its flattened parameter: any number of ranks finds its state in the files. A
+state of a whole matrix is in one file, as matrix/HF NAME.KEY.
 
 DeepSpeed's own files are pickles of one rank's groups, end to end, and load at another world size
 only through a conversion.
@@ -25,7 +26,7 @@ from torch import Tensor
 from base.errors import UserError
 from base.files import open_to_readers, write_json
 from base.ranks import even_shares
-from train.deepspeed.sharding import ParameterRange, Partition, by_piece
+from train.deepspeed.sharding import ParameterRange, StatePart
 from train.run.directory import MODEL_INDEX, MODEL_WEIGHTS
 from train.snapshot_memory import Copies, SnapshotMemory
 
@@ -65,21 +66,10 @@ class StateFiles:
         self._copies.append(self._memory.copied(list(tensors.values())))
         return dict(zip(tensors, self._copies[-1].tensors, strict=True))
 
-    def add_state(
-        self, partitions: list[Partition], kinds: dict[str, list[Tensor]], step: int
-    ) -> None:
-        """Copy optimizer state to be written.
-
-        Args:
-            partitions: what this rank holds.
-            kinds: for each kind, one tensor of the partition's shape per partition.
-            step: updates the optimizer has counted.
-        """
-        tensors, starts = {}, {}
-        for kind, values in kinds.items():
-            for piece, value in by_piece(partitions, values):
-                tensors[f"{kind}/{piece.name}"] = value
-                starts[piece.name] = piece.start
+    def add_state(self, parts: list[StatePart], step: int) -> None:
+        """Copy this rank's optimizer state, after so many updates, to be written."""
+        tensors = {f"{kind}/{piece.name}": values for kind, piece, values in parts}
+        starts = {piece.name: piece.start for _, piece, _ in parts}
         world_size = dist.get_world_size()
         metadata = {"world_size": world_size, "step": step, "starts": starts}
         name = f"optimizer-{dist.get_rank():05d}-of-{world_size:05d}.safetensors"
@@ -106,8 +96,8 @@ class StateFiles:
 
 
 @torch.no_grad()
-def read_state(directory: Path, partitions: list[Partition], kinds: dict[str, list[Tensor]]) -> int:
-    """Fill the tensors of every kind from a checkpoint; return the updates counted.
+def read_state(directory: Path, parts: list[StatePart]) -> int:
+    """Fill the parts from a checkpoint; return the updates counted.
 
     A slot that the checkpoint does not hold stays as it is: a branch may have averages that its
     parent did not.
@@ -134,16 +124,15 @@ def read_state(directory: Path, partitions: list[Partition], kinds: dict[str, li
 
         # This rank's ranges need not be those of any rank that wrote.
         present = {key.partition("/")[0] for key in ranges}
-        for kind, values in kinds.items():
+        for kind, piece, out in parts:
             if kind.startswith("slot.") and kind not in present:
                 continue
-            for piece, out in by_piece(partitions, values):
-                key = f"{kind}/{piece.name}"
-                if not _fill(out, piece, ranges.get(key, [])):
-                    raise UserError(
-                        f"{directory} does not fit the model of run.json ({key}); restore the"
-                        " run.json it was saved with"
-                    )
+            key = f"{kind}/{piece.name}"
+            if not _fill(out, piece, ranges.get(key, [])):
+                raise UserError(
+                    f"{directory} does not fit the model of run.json ({key}); restore the"
+                    " run.json it was saved with"
+                )
         return int(headers[0]["step"])
 
 

@@ -28,8 +28,7 @@ from train.deepspeed.model import (
     recorded_linears,
 )
 from train.deepspeed.setup import deepspeed_config, join
-from train.deepspeed.sharded_weights import OneGroupOptimizer, ShardedWeights
-from train.deepspeed.sharding import Partition, Sharding, by_piece
+from train.deepspeed.sharding import ParameterRange, Sharding, StatePart, by_piece
 from train.distributed import with_flags
 from train.engine import Accept, Flags, Linear, Revise, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
@@ -93,15 +92,16 @@ class DeepSpeedEngine:
         self._partitions: list[Partition] = self._sharding.partitions()
         self._memory = SnapshotMemory(device)
         # DeepSpeed has put flat parts in the place of the parameters: states are of these.
-        self._optimizer.start_states(
-            dict.fromkeys(partition.owner for partition in self._partitions)
-        )
+        self._optimizer.start_states()
+        self._matrix_states: dict[str, matrices.States] = {}
         if isinstance(run.optimizer, MatrixOptimizer):
             dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
             assert isinstance(self._sharding, Sharding)  # run.json refuses stage 3
             hidden_ones = self._sharding.matrices(run, run.optimizer, dtype)
             # No group of its own: all ranks are data-parallel here.
-            matrices.register(run.optimizer, self._optimizer, hidden_ones, None, device)
+            self._matrix_states = matrices.register(
+                run.optimizer, self._optimizer, hidden_ones, None, device
+            )
         self._slots = {
             name: [torch.zeros_like(weights) for weights in self.weights()]
             for name in slot_names(run)
@@ -278,21 +278,31 @@ class DeepSpeedEngine:
         """Make the model compute with the current `weights()`."""
         self._sharding.publish()
 
-    def _state(self) -> dict[str, list[Tensor]]:
-        """Return the state of this rank by kind, in the shape of `weights()`."""
-        kinds = {"weights": self.weights()}
-        for name in self.run.optimizer.STATES:
-            kinds[name] = [
-                part.of(self._optimizer.state[part.owner][name]) for part in self._partitions
-            ]
-        return kinds | {f"slot.{name}": shards for name, shards in self._slots.items()}
+    def _state(self) -> Iterator[StatePart]:
+        """Yield the state of this rank, live: in parts as of `weights()`, and of whole matrices."""
+
+        def parts(kind: str, values: list[Tensor]) -> Iterator[StatePart]:
+            for piece, value in by_piece(self._partitions, values):
+                yield StatePart(kind, piece, value)
+
+        yield from parts("weights", self.weights())
+        for partition in self._partitions:
+            for kind, flat in self._optimizer.state[partition.owner].items():
+                for piece, value in by_piece([partition], [partition.of(flat)]):
+                    yield StatePart(kind, piece, value)
+        for name, shards in self._slots.items():
+            yield from parts(f"slot.{name}", shards)
+        for name, states in self._matrix_states.items():
+            for key, tensor in states.items():
+                whole = ParameterRange(f"{name}.{key}", 0, tensor.numel())
+                yield StatePart("matrix", whole, tensor.view(-1))
 
     def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
         """Copy the weights and, unless `weights_only`, optimizer state and slots."""
         files = StateFiles(directory, self._memory)
         files.add_model(self._sizes, self._sharding.whole)
         if not weights_only:
-            files.add_state(self._partitions, self._state(), self._optimizer.steps)
+            files.add_state(list(self._state()), self._optimizer.steps)
         return files
 
     def load(self, directory: Path) -> None:
@@ -302,7 +312,7 @@ class DeepSpeedEngine:
             UserError: files are missing or do not fit the model.
         """
         # These tensors are live, so reading into them sets the state.
-        self._optimizer.steps = read_state(directory, self._partitions, self._state())
+        self._optimizer.steps = read_state(directory, list(self._state()))
         self.publish_weights()
 
     @torch.no_grad()

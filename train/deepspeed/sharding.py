@@ -15,8 +15,8 @@ from torch import Tensor
 from base.ranks import spans_of_ranks
 from train.engine import Change, Linear, change_in_place
 from train.model.config import hidden_matrices
-from train.optimizers.matrices import HiddenMatrix
-from train.optimizers.settings import MatrixOptimizer
+from train.optimizers.matrices import HiddenMatrix, States
+from train.optimizers.settings import GroupStep, MatrixOptimizer
 from train.run.config import RunConfig
 
 
@@ -26,6 +26,14 @@ class ParameterRange(NamedTuple):
     name: str  # in HF's terms
     start: int
     length: int
+
+
+class StatePart(NamedTuple):
+    """A range of one kind of state of a parameter, live."""
+
+    kind: str
+    range: ParameterRange
+    values: Tensor  # flat
 
 
 class Partition(NamedTuple):
@@ -107,6 +115,7 @@ class Sharding:
                     direction = partial(_flat_direction, settings, parameter.shape, dtype)
                     registered.append(
                         HiddenMatrix(
+                            name,
                             parameter.shape,
                             settings.decays(name),
                             run.scaling_of(name),
@@ -165,6 +174,11 @@ class Sharding:
 
 
 def _flat_direction(
-    settings: MatrixOptimizer, shape: torch.Size, dtype: torch.dtype, flat: Tensor
+    settings: MatrixOptimizer,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    flat: Tensor,
+    states: States,
+    step: GroupStep,
 ) -> Tensor:
-    return settings.direction(flat.view(shape), dtype).flatten()
+    return settings.direction(flat.view(shape), dtype, states, step).flatten()

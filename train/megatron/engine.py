@@ -68,7 +68,7 @@ class MegatronEngine:
         config = transformer_config(run)
         self._pipeline = Pipeline(run, config, device)
         self._optimizer = build_optimizer(run, self._pipeline.model)
-        self._state = OptimizerState(self._optimizer, run.optimizer.STATES, slot_names(run))
+        self._state = OptimizerState(self._optimizer, slot_names(run))
         self._memory = SnapshotMemory(device)
         # Of checkpoints of weights alone, and of others.
         self._plans: dict[bool, list[Metadata | None]] = {True: [], False: []}

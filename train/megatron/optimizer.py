@@ -21,7 +21,7 @@ from train.megatron.optimizer_state import OptimizerState, Piece
 from train.model import megatron_names
 from train.model.config import hidden_matrices, parameter_shapes
 from train.optimizers import matrices
-from train.optimizers.settings import MatrixOptimizer
+from train.optimizers.settings import GroupStep, MatrixOptimizer
 from train.optimizers.stepping import GroupStepOptimizer, Member
 from train.run.config import RunConfig
 
@@ -140,7 +140,9 @@ def register_matrices(run: RunConfig, model: Any, state: OptimizerState) -> None
     ]
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     device = next(iter(names)).device
-    matrices.register(settings, state.inner_optimizer, registered, group, device)
+    state.of_matrices = matrices.register(
+        settings, state.inner_optimizer, registered, group, device
+    )
 
 
 def _matrices(
@@ -172,6 +174,7 @@ def _matrices(
         own = _within(spans, piece.start, piece.stop) if piece else []
         start = piece.start if piece else 0
         yield matrices.HiddenMatrix(
+            hf_name,
             parameter_shapes(run.model)[hf_name],
             settings.decays(hf_name),
             run.scaling_of(hf_name),
@@ -189,18 +192,24 @@ def _within(spans: list[tuple[int, int]], start: int, stop: int) -> list[tuple[i
 
 
 def _direction(
-    settings: MatrixOptimizer, dtype: torch.dtype, width: int, axis: int | None, flat: Tensor
+    settings: MatrixOptimizer,
+    dtype: torch.dtype,
+    width: int,
+    axis: int | None,
+    flat: Tensor,
+    states: matrices.States,
+    step: GroupStep,
 ) -> Tensor:
     """Return the direction of an HF matrix's shard on this rank, flat.
 
-    All tensor ranks call and compute the same.
+    All tensor ranks call and compute the same, and have the same states of the whole matrix.
     """
     size = parallel_state.get_tensor_model_parallel_world_size()
     if axis is None or size == 1:
-        return settings.direction(flat.view(-1, width), dtype).flatten()
+        return settings.direction(flat.view(-1, width), dtype, states, step).flatten()
     shards = [torch.empty_like(flat) for _ in range(size)]
     dist.all_gather(shards, flat, parallel_state.get_tensor_model_parallel_group())
     matrix = torch.cat([shard.view(-1, width) for shard in shards], axis)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    shard: Tensor = settings.direction(matrix, dtype).chunk(size, axis)[rank]
+    shard: Tensor = settings.direction(matrix, dtype, states, step).chunk(size, axis)[rank]
     return shard.flatten()

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -36,6 +37,7 @@ from train.optimizers.stepping import GroupStepOptimizer
 
 STATE = "optimizer.state."  # begins the checkpoint key of a part of a parameter's state
 SLOT = "slot."  # follows it for a slot
+MATRIX = "matrix."  # follows it for a state of a whole matrix, before its key and the HF name
 Shape = tuple[int, ...]
 
 
@@ -57,14 +59,13 @@ class OptimizerState:
     Attributes:
         pieces: this rank's parts of parameters, in the order of `weights`.
         inner_optimizer: that updates the pieces.
+        of_matrices: states of the whole matrices that this rank computes, by HF name.
     """
 
-    def __init__(
-        self, optimizer: DistributedOptimizer, states: tuple[str, ...], slot_names: list[str]
-    ) -> None:
+    def __init__(self, optimizer: DistributedOptimizer, slot_names: list[str]) -> None:
         self._part: Any = optimizer
         self.inner_optimizer: GroupStepOptimizer = self._part.optimizer
-        self._states = states
+        self.of_matrices: dict[str, dict[str, Tensor]] = {}
         self.pieces = [
             piece for buffer in range(len(self._part.buffers)) for piece in self._pieces_of(buffer)
         ]
@@ -124,11 +125,7 @@ class OptimizerState:
         """Return all state of a piece by its part of the checkpoint key, flat."""
         states = self.inner_optimizer.state[piece.inner]
         slots = {SLOT + name: tensors[piece.parameter] for name, tensors in self._slots.items()}
-        return {
-            "param": piece.inner.detach(),
-            **{key: states[key] for key in self._states},
-            **slots,
-        }
+        return {"param": piece.inner.detach(), **states, **slots}
 
     def to_save(self, model: Any) -> dict[str, Any]:
         """Return the optimizer's part of a checkpoint, for mcore to save: live tensors.
@@ -138,12 +135,26 @@ class OptimizerState:
                 parameter is split.
         """
         entries = _entries(model)
-        return {
+        of_pieces = {
             str(index): {
                 kind: list(_boxes(entries[id(piece.parameter)], f"{STATE}{kind}.", piece, flat))
                 for kind, flat in self._tensors(piece).items()
             }
             for index, piece in enumerate(self.pieces)
+        }
+        return of_pieces | {"matrices": self._of_matrices_to_save()}
+
+    def _of_matrices_to_save(self) -> dict[str, list[ShardedTensor]]:
+        # Every tensor rank has them all; the first one writes.
+        replica = parallel_state.get_tensor_model_parallel_rank()
+        return {
+            name: [
+                ShardedTensor.from_rank_offsets(
+                    f"{STATE}{MATRIX}{key}.{name}", tensor, replica_id=replica
+                )
+                for key, tensor in states.items()
+            ]
+            for name, states in self.of_matrices.items()
         }
 
     def weights_to_save(self, model: Any) -> dict[str, Any]:

@@ -11,7 +11,8 @@ in place. Engines, checkpoints and planner read all of that from the row:
   weights are, by megatron-core's distributed optimizer over tensor, pipeline and data ranks, and by
   DeepSpeed's ZeRO.
 - One that takes hidden matrices whole is a `MatrixOptimizer`: `train.optimizers.matrices` brings
-  their parts together.
+  their parts together. Fp32 states of a whole matrix, of any shape, are on the rank that computes
+  it, and in checkpoints by the HF name of the matrix.
 
 No other file names an optimizer. `settings` holds what all have in common, `stepping` is the
 optimizer that both engines step.
@@ -24,5 +25,6 @@ from pydantic import Field
 from train.optimizers.adamw import AdamW
 from train.optimizers.lion import Lion
 from train.optimizers.muon import Muon
+from train.optimizers.soap import Soap
 
-AnyOptimizer = Annotated[AdamW | Muon | Lion, Field(discriminator="matrices")]
+AnyOptimizer = Annotated[AdamW | Muon | Lion | Soap, Field(discriminator="matrices")]

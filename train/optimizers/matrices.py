@@ -15,23 +15,25 @@ from torch import Tensor
 
 from base.ranks import even_shares
 from train.model.parametrization import Scaling
-from train.optimizers.settings import MatrixOptimizer
+from train.optimizers.settings import GroupStep, MatrixOptimizer
 
 # Of whole matrices that a rank computes in a round, at most, unless a single one is larger: 1 GiB.
 # As many elements again are its own parts of the matrices of the round.
 ROUND_ELEMENTS = 1 << 28
+States = dict[str, Tensor]  # of a whole matrix, by the keys of `MatrixOptimizer.whole_states`
 
 
 class HiddenMatrix(NamedTuple):
     """A hidden matrix in HF's terms, or its tensor-parallel shard, and what this rank holds."""
 
+    name: str  # in HF's terms
     shape: tuple[int, ...]  # of the whole matrix
     decayed: bool  # as its parameter group, as is the next
     scaling: Scaling
     held: dict[int, int]  # elements on each data-parallel rank that holds some, in order
     weights: Tensor | None  # flat: the optimizer updates it and keys its state by it
     spans: tuple[slice, ...]  # of this rank's part in it, in order
-    direction: Callable[[Tensor], Tensor]  # of all parts, flat
+    direction: Callable[[Tensor, States, GroupStep], Tensor]  # of all parts, flat
 
 
 def rounds(
@@ -63,11 +65,11 @@ def register(
     matrices: list[HiddenMatrix],
     group: dist.ProcessGroup | None,
     device: torch.device,
-) -> None:
+) -> dict[str, States]:
     """Update these matrices at every step, with rate and decay of their parameter groups.
 
     `group` are the data-parallel ranks. All of them step together, and give the same matrices in
-    the same order.
+    the same order. Returns the live states of the matrices that this rank computes, by HF name.
     """
     by_group: dict[tuple[Any, ...], list[HiddenMatrix]] = {}
     for matrix in matrices:
@@ -84,15 +86,23 @@ def register(
         # DeepSpeed steps every group alone; a rank without parts of a group computes its matrices.
         for values in filter(itemgetter("hidden"), stepping.param_groups):
             rate, decay = values["lr"], values["weight_decay"]
+            # The optimizer counts this update when its own step begins.
+            step = GroupStep(rate, decay, values["step"] + 1, values["epsilon_factor"])
             for exchange in exchanges[of_group(values)]:
                 updates = [_accumulated(settings, optimizer, *part) for part in exchange.parts]
-                exchange.replace_by_directions(updates)
+                exchange.replace_by_directions(updates, step)
                 for (weights, span), update in zip(exchange.parts, updates, strict=True):
                     weights.detach()[span].mul_(1 - rate * decay).add_(update, alpha=-rate)
             for weights in values["params"]:
                 weights.grad = None  # the optimizer leaves out what has no gradient
 
     optimizer.register_step_pre_hook(before_step)
+    return {
+        name: states
+        for of_kind in exchanges.values()
+        for exchange in of_kind
+        for name, states in exchange.states.items()
+    }
 
 
 def _exchanges(
@@ -104,7 +114,12 @@ def _exchanges(
     flops = [settings.direction_flops(matrix.shape) for matrix in matrices]
     elements = [sum(matrix.held.values()) for matrix in matrices]
     return [
-        _Exchange([[matrices[index] for index in indices] for indices in assigned], group, device)
+        _Exchange(
+            settings,
+            [[matrices[index] for index in indices] for indices in assigned],
+            group,
+            device,
+        )
         for assigned in rounds(flops, elements, dist.get_world_size(group))
     ]
 
@@ -115,7 +130,7 @@ def _accumulated(
     """Update the states of a span; return what the direction takes of it."""
     assert weights.grad is not None
     states = optimizer.state[weights]
-    span_states = {name: states[name][span] for name in settings.STATES}
+    span_states = {name: state[span] for name, state in states.items()}
     return settings.accumulate(weights.grad[span], span_states)
 
 
@@ -127,16 +142,25 @@ class _Exchange:
 
     Attributes:
         parts: of this rank, in the order in which it sends them.
+        states: of the whole matrices that this rank computes, by HF name.
     """
 
     def __init__(
         self,
+        settings: MatrixOptimizer,
         assigned: list[list[HiddenMatrix]],
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
         self._group, self._device, rank = group, device, dist.get_rank(group)
         self._computed = assigned[rank]
+        self.states = {
+            matrix.name: {
+                key: torch.zeros(shape, device=device)
+                for key, shape in settings.whole_states(matrix.shape).items()
+            }
+            for matrix in self._computed
+        }
         self._sent = [sum(matrix.held.get(rank, 0) for matrix in matrices) for matrices in assigned]
         # Elements of a matrix from a rank, in the order in which they arrive.
         self._pieces = [
@@ -157,7 +181,7 @@ class _Exchange:
             for span in matrix.spans
         ]
 
-    def replace_by_directions(self, updates: list[Tensor]) -> None:
+    def replace_by_directions(self, updates: list[Tensor], step: GroupStep) -> None:
         """Replace this rank's parts of matrices by those of the directions."""
         sizes = [len(update) for update in updates]
         sent = torch.cat(updates) if updates else torch.empty(0, device=self._device)
@@ -173,7 +197,7 @@ class _Exchange:
         for (index, _), view in zip(self._pieces, views, strict=True):
             by_matrix[index].append(view)
         for matrix, parts in zip(self._computed, by_matrix, strict=True):
-            direction = matrix.direction(torch.cat(parts))
+            direction = matrix.direction(torch.cat(parts), self.states[matrix.name], step)
             for part, values in zip(parts, direction.split(list(map(len, parts))), strict=True):
                 part.copy_(values)
 

@@ -7,10 +7,10 @@ as HF and OLMo2 have them: an engine that fuses them does so for its layout alon
 """
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, override
 
 from train.optimizers.adamw import AdamMoments
-from train.optimizers.settings import MatrixOptimizer
+from train.optimizers.settings import GroupStep, MatrixOptimizer
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,20 @@ class Muon(AdamMoments, MatrixOptimizer):
         short, long = sorted(shape)
         return float(ITERATIONS * 2 * short**2 * (2 * long + short))
 
-    def direction(self, matrix: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    @override
+    def whole_states(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return none: the momentum is cut as the weights are."""
+        return {}
+
+    @override
+    def temporaries(self, shape: tuple[int, ...], product_bytes: int) -> int:
+        """Return the bytes of two copies in fp32 and of three for products."""
+        return math.prod(shape) * (2 * 4 + 3 * product_bytes)
+
+    @override
+    def direction(
+        self, matrix: "Tensor", dtype: "torch.dtype", states: "dict[str, Tensor]", step: GroupStep
+    ) -> "Tensor":
         """Return the orthogonalised matrix."""
         return orthogonalized(matrix, dtype)
 

@@ -26,9 +26,11 @@ class OptimizerConfig(Frozen, ABC):
 
     # fp32 tensors that are kept for every parameter, in its shape, by their key in checkpoints.
     STATES: ClassVar[tuple[str, ...]]
+    # Hidden matrices have those of `MatrixOptimizer.whole_states` in place of these.
+    KEEPS_MATRICES_WHOLE: ClassVar[bool] = False
     # Power of the width by which CompleteP scales the rate of hidden matrices: an update of this
-    # kind has entries of a fixed size.
-    RATE_BY_WIDTH: ClassVar[float] = -1.0
+    # kind has entries of a fixed size. None where no power is known.
+    RATE_BY_WIDTH: ClassVar[float | None] = -1.0
 
     peak_lr: float = Field(ge=0)
     weight_decay: float = Field(default=0.1, ge=0)
@@ -117,7 +119,23 @@ class MatrixOptimizer(OptimizerConfig):
     """An optimizer that updates every hidden matrix as a whole, and the rest by `update`."""
 
     # A direction has singular values that grow with the square root of the width.
-    RATE_BY_WIDTH = -0.5
+    RATE_BY_WIDTH: ClassVar[float | None] = -0.5
+
+    @abstractmethod
+    def whole_states(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of fp32 tensors of a whole hidden matrix [O, I], by key.
+
+        The rank that computes the matrix keeps them. They are zero before the first update.
+        """
+
+    @abstractmethod
+    def temporaries(self, shape: tuple[int, ...], product_bytes: int) -> int:
+        """Return the bytes that the direction of one matrix takes while it is computed.
+
+        Args:
+            shape: of the matrix.
+            product_bytes: of a number in the run's products.
+        """
 
     @abstractmethod
     def accumulate(self, gradient: "Tensor", states: "dict[str, Tensor]") -> "Tensor":
@@ -128,8 +146,14 @@ class MatrixOptimizer(OptimizerConfig):
         """Return the FLOPs of the products in the direction of a matrix of this shape."""
 
     @abstractmethod
-    def direction(self, matrix: "Tensor", dtype: "torch.dtype") -> "Tensor":
+    def direction(
+        self, matrix: "Tensor", dtype: "torch.dtype", states: "dict[str, Tensor]", step: GroupStep
+    ) -> "Tensor":
         """Return the direction, times the learning rate subtracted from a whole HF matrix [O, I].
 
-        Products of matrices are computed in `dtype`.
+        Args:
+            matrix: of what `accumulate` returned.
+            dtype: of the run's products.
+            states: of this matrix, by the keys of `whole_states`, updated in place.
+            step: rate, decay and number of this update.
         """

@@ -47,18 +47,15 @@ class GroupStepOptimizer(torch.optim.Optimizer):
             group["params"].append(member.parameter)
         super().__init__(list(groups.values()), {"lr": 0.0, "weight_decay": 0.0, "step": 0})
 
-    def start_states(self, parts: Iterable[Tensor] | None = None) -> None:
-        """Set all states to zero, so that a checkpoint can hold them before the first step.
-
-        They are of these flat parts of the parameters; by default of those in the groups.
-        """
-        if parts is None:
-            parts = [weights for group in self.param_groups for weights in group["params"]]
-        for weights in parts:
-            self.state[weights] = {
-                name: torch.zeros_like(weights, dtype=torch.float32, requires_grad=False)
-                for name in self._settings.STATES
-            }
+    def start_states(self) -> None:
+        """Set all states to zero, so that a checkpoint can hold them before the first step."""
+        for group in self.param_groups:
+            is_whole = group["hidden"] and self._settings.KEEPS_MATRICES_WHOLE
+            for weights in group["params"]:
+                self.state[weights] = {
+                    name: torch.zeros_like(weights, dtype=torch.float32, requires_grad=False)
+                    for name in (() if is_whole else self._settings.STATES)
+                }
 
     @property
     def steps(self) -> int:

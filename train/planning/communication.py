@@ -7,7 +7,8 @@ docs/design/megatron-core.md says why.
 
 from typing import NamedTuple
 
-from train.planning.memory import FP32, bytes_of_weight, rank_parameters
+from train.planning.memory import bytes_of_weight, rank_parameters
+from train.planning.optimizer_states import FP32
 from train.run.config import RunConfig
 
 PADDED_REPLICAS = 256  # from which a ring is so long that messages of odd sizes cost bandwidth

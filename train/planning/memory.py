@@ -22,6 +22,7 @@ from train.model.config import (
 from train.model.precision import FP8_RECIPES, dtype_of, weights_dtype
 from train.optimizers.matrices import ROUND_ELEMENTS
 from train.optimizers.settings import MatrixOptimizer
+from train.planning.optimizer_states import FP32, all_states, rank_states
 from train.run.config import RunConfig
 from train.run.perturbation import Noise, Qat, Sam
 from train.run.schedules import first_step
@@ -29,11 +30,6 @@ from train.run.schedules import first_step
 # CUDA context, NCCL's buffers, cuBLAS workspaces, transients, slack of the allocator
 FRAMEWORK_BYTES = 4 * 10**9
 ZERO_BUCKET_ELEMENTS = 500_000_000  # gradients that DeepSpeed reduces at once
-ZERO_PREFETCH_ELEMENTS = 50_000_000  # weights that stage 3 gathers ahead of their module
-FP32 = 4  # bytes of a main weight, and of each state that the optimizer keeps for it
-# Most bytes at once for a weight of the linear that is being changed: MXFP4 and NVFP4 take these,
-# the others fewer; 64-bit words are mixed for the noise.
-ROUNDING, DRAWING = 22, 36
 
 
 class RankMemory(NamedTuple):
@@ -93,9 +89,9 @@ def _rounds_weights(config: RunConfig) -> bool:
     return bytes_of_weight(config) != _bytes_of_factor(config)
 
 
-def state_bytes(config: RunConfig) -> int:
-    """Return the bytes of a parameter's state: main weight, optimizer states, averages' slots."""
-    return FP32 * (1 + len(config.optimizer.STATES) + num_slots(config))
+def _main_bytes(config: RunConfig) -> int:
+    """Return the bytes of a parameter's main weight and averages' slots."""
+    return FP32 * (1 + num_slots(config))
 
 
 def num_slots(config: RunConfig) -> int:
@@ -178,7 +174,7 @@ def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
 def _matrix_bytes(config: RunConfig, replicas: int) -> int:
     """Return the bytes of an update of whole matrices, in rounds: see `train.optimizers.matrices`.
 
-    Those that a rank computes, its own parts, and of one matrix copies in fp32 and for products.
+    Those that a rank computes, its own parts, and what one direction takes.
     """
     if not isinstance(config.optimizer, MatrixOptimizer):
         return 0
@@ -189,7 +185,8 @@ def _matrix_bytes(config: RunConfig, replicas: int) -> int:
     share = min(of_stage // config.parallel.tensor // replicas, ROUND_ELEMENTS)
     in_flight = max(share, largest // config.parallel.tensor)
     product = _bytes_of(dtype_of(config.precision))
-    return 2 * in_flight * FP32 + largest * (2 * FP32 + 3 * product)
+    temporary = max(config.optimizer.temporaries(shapes[name], product) for name in hidden)
+    return 2 * in_flight * FP32 + temporary
 
 
 def _activations(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
@@ -302,7 +299,7 @@ def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
         "weights": count * d,
         "gradients, fp32": count * FP32,
         "main weights, fp32": share * FP32,
-        "optimizer states, fp32": share * FP32 * len(config.optimizer.STATES),
+        **rank_states(config, count, replicas),
         "averages, fp32": share * FP32 * num_slots(config),
     }
     state |= _changed_bytes(config, share)
@@ -345,12 +342,14 @@ def rank_memory(config: RunConfig, world_size: int) -> RankMemory:
 def _saved_bytes(config: RunConfig, world_size: int) -> tuple[int, int]:
     """Return the bytes of state, and those of weights, that a rank saves: its share of each."""
     count = max(rank_parameters(config, stage) for stage in range(config.parallel.pipeline))
-    share = -(-count // config.data_parallel_size(world_size))
+    replicas = config.data_parallel_size(world_size)
+    share = -(-count // replicas)
     weights = share
     if config.engine == "deepspeed":  # whole tensors: at most the largest one more
         shapes = parameter_shapes(config.model).values()
         weights = min(count, share + max(map(math.prod, shapes)))
-    return share * state_bytes(config), weights * bytes_of_weight(config)
+    state = share * _main_bytes(config) + sum(rank_states(config, count, replicas).values())
+    return state, weights * bytes_of_weight(config)
 
 
 def snapshot_bytes(config: RunConfig, world_size: int) -> int:
@@ -384,7 +383,7 @@ def checkpoint_bytes(config: RunConfig) -> CheckpointBytes:
     )
     full = sum(map(saving.keeps_state, config.save_steps))
     return CheckpointBytes(
-        full_each=count * (bytes_of_weight(config) + state_bytes(config)),
+        full_each=count * (bytes_of_weight(config) + _main_bytes(config)) + all_states(config),
         weights_each=count * bytes_of_weight(config),
         full=full,
         weights=len(config.save_steps) - full,

@@ -191,6 +191,11 @@ class RunConfig(Frozen):
             is_set = getattr(self, name) != type(self).model_fields[name].default
             if is_set and self.parametrization == "standard":
                 raise ValueError(f"{name} belongs to completep; set parametrization to completep")
+        if self.optimizer.RATE_BY_WIDTH is None and self.parametrization == "completep":
+            raise ValueError(
+                f"no rule of completep is known for the rate of {self.optimizer.matrices}; set"
+                " parametrization to standard, or optimizer.matrices to another"
+            )
         model = self.model
         is_bare = model.row.norm == "bare" and model.tie_word_embeddings
         if is_bare and self.parametrization == "completep":
@@ -315,6 +320,7 @@ class RunConfig(Frozen):
         """Return what scales initial value, rate and epsilon of a parameter, by its HF name."""
         if self.parametrization == "standard":
             return Scaling()
+        assert self.optimizer.RATE_BY_WIDTH is not None
         return completep(
             name,
             self.model,
