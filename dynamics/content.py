@@ -83,7 +83,8 @@ CONTENT = Content(
         "outliers:outliers",
     ),
     sentences=(
-        "dynamics.choices.arms:choice_line",
+        "dynamics.choices.learning_rate:learning_rate_line",
+        "dynamics.choices.optimizers:optimizers_line",
         "dynamics.figures.sharpness:sharpness_line",
     ),
     tables=("dynamics.forecast.page:back_test_tables",),

@@ -14,12 +14,14 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from tests.ckpt_tools.checkpoints import read_snapshot
 from tests.runs import draw_weights, leave_layout, make_run, on_ranks, save
 from tests.train.plain import differentiate, plain_model
+from tests.train.test_soap import SoapByHand
 from train.data.batches import Batch
 from train.distributed import start
 from train.engines import build_engine
 from train.optimizers.adamw import AdamW
 from train.optimizers.lion import Lion
 from train.optimizers.muon import Muon, orthogonalized
+from train.optimizers.soap import Soap
 from train.planning.memory import checkpoint_bytes, parameter_count, rank_memory
 from train.run.config import RunConfig, load_run
 from train.run.schedules import learning_rate
@@ -34,6 +36,9 @@ OPTIMIZERS: dict[str, Any] = {
     "independent": AdamW(peak_lr=PEAK, decay="independent", weight_decay=0.02),
     "muon": Muon(peak_lr=PEAK),
     "lion": LION,
+    # Without bases. With them the first update is the sign of every entry of a rotated gradient,
+    # and rounding to fp32 flips one of 512. With bases: test_matrices.py, test_soap.py.
+    "soap": Soap(peak_lr=PEAK, beta1=0.9, max_width=8),
 }
 
 
@@ -99,6 +104,17 @@ class MuonByHand:
         return weight * (1 - rate * 0.1) - rate * direction
 
 
+class SoapMatrixByHand:
+    """SOAP without bases for one matrix: Adam from the second gradient on, with decay."""
+
+    def __init__(self) -> None:
+        self.layer = SoapByHand(max_width=8, f=10, beta1=0.9)
+
+    def step(self, weight: Tensor, gradient: Tensor, rate: float, _step: int) -> Tensor:
+        update = torch.from_numpy(self.layer.step(gradient.numpy()))
+        return weight * (1 - rate * 0.1) - rate * update
+
+
 def direction_by_hand(matrix: Tensor) -> Tensor:
     """Five times the quintic polynomial of every singular value, which keeps the vectors; scaled
     so that an orthogonal matrix of these sides has elements of 0.2 on the whole.
@@ -129,6 +145,8 @@ def by_hand(optimizer: str, name: str) -> Any:
         return LionByHand(name)
     if optimizer == "muon":
         return MuonByHand() if "_proj" in name else AdamWByHand(name, "adamw", 0.1)
+    if optimizer == "soap":
+        return SoapMatrixByHand() if "_proj" in name else AdamWByHand(name, "adamw", 0.1)
     settings = OPTIMIZERS[optimizer]
     return AdamWByHand(name, settings.decay, settings.weight_decay)
 

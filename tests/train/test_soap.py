@@ -15,11 +15,13 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import draw_weights, leave_layout, make_run, on_ranks, save
 from train.data.batches import Batch
 from train.distributed import gathered, start
 from train.engine import Engine
 from train.engines import build_engine
+from train.model.config import parameter_shapes
 from train.optimizers import matrices
 from train.optimizers.settings import GroupStep
 from train.optimizers.soap import Soap
@@ -39,13 +41,13 @@ class SoapByHand:
     gradient gives L and R alone. The bias of both moments is corrected as Adam does.
     """
 
-    def __init__(self, max_width: int, f: int) -> None:
-        self.max_width, self.f, self.t = max_width, f, 0
+    def __init__(self, max_width: int, f: int, beta1: float = 0.95) -> None:
+        self.max_width, self.f, self.beta1, self.t = max_width, f, beta1, 0
         self.M: Any = 0.0
         self.V: Any = 0.0
 
     def step(self, G: np.ndarray) -> np.ndarray:
-        beta1, beta2, eps = 0.95, 0.95, 1e-8
+        beta1, beta2, eps = self.beta1, 0.95, 1e-8
         if self.t == 0:
             self.L, self.R = 0.05 * G @ G.T, 0.05 * G.T @ G
             self.Q_L, self.Q_R = self.eigenvectors(self.L), self.eigenvectors(self.R)
@@ -196,6 +198,10 @@ def test_states_resume_and_load_at_another_layout(tmp_path, inputs):
     settings = {"layers": 3, "kv_heads": 2, "optimizer": SOAP}
     first = make_run(tmp_path / "first", **inputs, **settings, tensor=2)
     held = resumed(tmp_path, first, make_run(tmp_path / "other", **inputs, **settings))
+    # Readers of weights pass over states of any shape.
+    assert (
+        read_shards(tmp_path / "state", first.model).keys() == parameter_shapes(first.model).keys()
+    )
     assert held[0] == held[1]
     planned = rank_memory(first, 2).components
     assert held[0]["cut"] == planned["optimizer states, fp32"]

@@ -1,0 +1,85 @@
+"""Optimizers by their quantization error, each at its best peak learning rate by the loss."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamics.choices.learning_rate import ranked, sweeps
+from study.axes import amount_name
+from study.claims.verdict import Evidence, Measure, NotTested
+from study.measurements.quantization import CROSS_ENTROPY
+from study.results.summary import RunSummary
+from train.run.config import RunConfig
+
+
+class AtBest(NamedTuple):
+    """The ends of an optimizer at its best peak, by seed, with their full-precision loss."""
+
+    peak: float
+    loss: float  # nats per token, mean over seeds
+    ends: list[RunSummary]
+    is_outermost: bool  # no peak beyond it was tried
+
+
+def at_best_peak(measure: Measure) -> dict[str, AtBest]:
+    """Return each optimizer of hidden matrices at the peak with the lowest loss at the end.
+
+    Of runs that anneal; empty unless every optimizer has one sweep of peaks, with the same seeds.
+
+    Raises:
+        NotTested: the loss at an end is not measured.
+    """
+    by_loss = measure.by(figure=CROSS_ENTROPY)
+    best: dict[str, AtBest] = {}
+    found = sweeps(measure.evidence.annealed)
+    for sweep in found:
+        losses = {
+            peak: float(np.mean([by_loss.end(end)[by_loss.column] for end in ends]))
+            for peak, ends in sweep.items()
+        }
+        peak = min(losses, key=losses.__getitem__)
+        run = sweep[peak][0].run
+        assert isinstance(run, RunConfig)
+        outermost = peak in (min(losses), max(losses))
+        best[run.optimizer.matrices] = AtBest(peak, losses[peak], sweep[peak], outermost)
+    seeds = {tuple(end.run.seed for end in each.ends) for each in best.values()}
+    return best if len(best) == len(found) and len(seeds) == 1 else {}
+
+
+def optimizers_line(evidence: Evidence) -> str:
+    """Return the ranking of optimizers at their best peaks in words; empty without two of them."""
+    quantization = evidence.study.quantization
+    measure = Measure(evidence, quantization.specs[0], quantization.measures[0])
+    try:
+        best = at_best_peak(measure)
+        if len(best) < 2:
+            return ""
+        choices = {
+            matrices: [[(measure.end(end), 1.0)] for end in each.ends]
+            for matrices, each in best.items()
+        }
+    except NotTested:
+        return ""
+    ranking = ranked(choices, evidence.paired, measure.spec, measure.figure)
+    parts = []
+    for entry in ranking:
+        each = best[entry.label]
+        words = f"{entry.label} at {each.peak:g} ({each.loss:.4f} nats) "
+        if entry.excess is None:
+            parts.append(words + f"has the lowest, {measure.estimated(entry.estimate)}")
+        else:
+            parts.append(
+                words + f"{measure.estimated(entry.excess)} more, Holm p {entry.p_adjusted:.2g}"
+            )
+    tokens = next(iter(choices.values()))[0][0][0]["tokens"]
+    outermost = [matrices for matrices, each in best.items() if each.is_outermost]
+    beyond = (
+        f" No peak beyond the best of {', '.join(outermost)} was tried: a better one may exist."
+        if outermost
+        else ""
+    )
+    return (
+        f"{measure.title}, each optimizer of hidden matrices at the peak learning rate with the"
+        f" lowest full-precision loss after {amount_name(tokens).upper()} tokens:"
+        f" {'; '.join(parts)}. They end at different losses, on which the error depends as well.{beyond}"
+    )
