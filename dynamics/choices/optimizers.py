@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamics.choices.learning_rate import ranked, sweeps
+from dynamics.choices.learning_rate import Ranked, ranked, sweeps
 from study.axes import amount_name
 from study.claims.verdict import Evidence, Measure, NotTested
 from study.measurements.quantization import CROSS_ENTROPY
@@ -42,7 +42,7 @@ def at_best_peak(measure: Measure) -> dict[str, AtBest]:
         assert isinstance(run, RunConfig)
         outermost = peak in (min(losses), max(losses))
         best[run.optimizer.matrices] = AtBest(peak, losses[peak], sweep[peak], outermost)
-    seeds = {tuple(end.run.seed for end in each.ends) for each in best.values()}
+    seeds = {tuple(end.seed for end in each.ends) for each in best.values()}
     return best if len(best) == len(found) and len(seeds) == 1 else {}
 
 
@@ -60,26 +60,29 @@ def optimizers_line(evidence: Evidence) -> str:
         }
     except NotTested:
         return ""
-    ranking = ranked(choices, evidence.paired, measure.spec, measure.figure)
-    parts = []
-    for entry in ranking:
-        each = best[entry.label]
-        words = f"{entry.label} at {each.peak:g} ({each.loss:.4f} nats) "
-        if entry.excess is None:
-            parts.append(words + f"has the lowest, {measure.estimated(entry.estimate)}")
-        else:
-            parts.append(
-                words + f"{measure.estimated(entry.excess)} more, Holm p {entry.p_adjusted:.2g}"
-            )
+    parts = [
+        _words(measure, best[entry.label], entry)
+        for entry in ranked(choices, evidence.paired, measure.spec, measure.figure)
+    ]
     tokens = next(iter(choices.values()))[0][0][0]["tokens"]
-    outermost = [matrices for matrices, each in best.items() if each.is_outermost]
-    beyond = (
-        f" No peak beyond the best of {', '.join(outermost)} was tried: a better one may exist."
-        if outermost
-        else ""
-    )
     return (
         f"{measure.title}, each optimizer of hidden matrices at the peak learning rate with the"
         f" lowest full-precision loss after {amount_name(tokens).upper()} tokens:"
-        f" {'; '.join(parts)}. They end at different losses, on which the error depends as well.{beyond}"
+        f" {'; '.join(parts)}. They end at different losses, on which the error depends as well."
+        f"{_beyond(best)}"
     )
+
+
+def _words(measure: Measure, each: AtBest, entry: Ranked) -> str:
+    words = f"{entry.label} at {each.peak:g} ({each.loss:.4f} nats)"
+    if entry.excess is None:
+        return f"{words} has the lowest, {measure.estimated(entry.estimate)}"
+    return f"{words} {measure.estimated(entry.excess)} more, Holm p {entry.p_adjusted:.2g}"
+
+
+def _beyond(best: dict[str, AtBest]) -> str:
+    """Return a sentence on optimizers whose best peak is the lowest or highest that was tried."""
+    outermost = [matrices for matrices, each in best.items() if each.is_outermost]
+    if not outermost:
+        return ""
+    return f" No peak beyond the best of {', '.join(outermost)} was tried: a better one may exist."

@@ -23,7 +23,7 @@ from train.model.initialization import initial_parameter
 from train.model.parametrization import Scaling
 from train.optimizers.adamw import AdamW
 from train.optimizers.lion import Lion
-from train.optimizers.muon import Muon
+from train.optimizers.muon import Muon, orthogonalized
 from train.optimizers.stepping import GroupStepOptimizer, Member
 from train.run.config import RunConfig
 from train.run.schedules import learning_rate
@@ -263,7 +263,7 @@ class Coordinates:
         for weight in group["params"]:
             update = muon.accumulate(weight.grad, self.optimizer.state[weight])
             weight.mul_(1 - group["lr"] * group["weight_decay"])
-            weight.sub_(group["lr"] * muon.direction(update, torch.float32))
+            weight.sub_(group["lr"] * orthogonalized(update, torch.float32))
             weight.grad = None
 
     @torch.no_grad()

@@ -19,7 +19,6 @@ from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import draw_weights, leave_layout, make_run, on_ranks, save
 from train.data.batches import Batch
 from train.distributed import gathered, start
-from train.engine import Engine
 from train.engines import build_engine
 from train.model.config import parameter_shapes
 from train.optimizers import matrices
@@ -126,7 +125,7 @@ def states_of(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     whole = {
         f"{name} {key}": of_matrices[name][key] for name in of_matrices for key in of_matrices[name]
     }
-    named = {
+    named: dict[str, dict[Any, torch.Tensor]] = {
         "weights": dict(enumerate(engine.weights())),
         "cut": dict(enumerate(cut)),
         "whole": whole,
@@ -137,7 +136,7 @@ def states_of(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def train(engine: Engine, steps: range) -> None:
+def train(engine: Any, steps: range) -> None:
     """Make these updates, each on its batch."""
     for step in steps:
         batch = Batch.of(BATCHES[step - 1]).of_replica(engine.replica)
@@ -194,8 +193,8 @@ def resumed(root: Path, first: RunConfig, other: RunConfig) -> list[dict[str, in
 
 
 def test_states_resume_and_load_at_another_layout(tmp_path, inputs):
-    """From two tensor ranks, which have the same whole states, to two replicas, which share them."""
-    settings = {"layers": 3, "kv_heads": 2, "optimizer": SOAP}
+    """The state of two tensor ranks, which have the same whole states, on two replicas."""
+    settings: dict[str, Any] = {"layers": 3, "kv_heads": 2, "optimizer": SOAP}
     first = make_run(tmp_path / "first", **inputs, **settings, tensor=2)
     held = resumed(tmp_path, first, make_run(tmp_path / "other", **inputs, **settings))
     # Readers of weights pass over states of any shape.
@@ -214,8 +213,13 @@ def test_states_resume_and_load_at_another_layout(tmp_path, inputs):
 
 
 def test_states_resume_and_load_in_deepspeed(tmp_path, inputs):
-    """From one round of all matrices to rounds of two, of which each rank computes one."""
-    settings = {"layers": 3, "kv_heads": 2, "optimizer": SOAP, "engine": "deepspeed"}
+    """The state of one round of all matrices in rounds of two, of which each rank computes one."""
+    settings: dict[str, Any] = {
+        "layers": 3,
+        "kv_heads": 2,
+        "optimizer": SOAP,
+        "engine": "deepspeed",
+    }
     first = make_run(tmp_path / "first", **inputs, **settings)
     held = resumed(tmp_path, first, make_run(tmp_path / "other", **inputs, **settings))
     planned = rank_memory(first, 2).components
