@@ -1,10 +1,11 @@
 """Optimizers by their quantization error, each at its best peak learning rate by the loss."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from dynamics.choices.learning_rate import Ranked, ranked, sweeps
+from dynamics.choices.arms import Ranked, ranked, sweeps
 from study.axes import amount_name
 from study.claims.verdict import Evidence, Measure, NotTested
 from study.measurements.quantization import CROSS_ENTROPY
@@ -17,7 +18,7 @@ class AtBest(NamedTuple):
 
     peak: float
     loss: float  # nats per token, mean over seeds
-    ends: list[RunSummary]
+    ends: Sequence[RunSummary]
     is_outermost: bool  # no peak beyond it was tried
 
 
@@ -33,15 +34,15 @@ def at_best_peak(measure: Measure) -> dict[str, AtBest]:
     best: dict[str, AtBest] = {}
     found = sweeps(measure.evidence.annealed)
     for sweep in found:
-        losses = {
-            peak: float(np.mean([by_loss.end(end)[by_loss.column] for end in ends]))
-            for peak, ends in sweep.items()
-        }
-        peak = min(losses, key=losses.__getitem__)
-        run = sweep[peak][0].run
+        arms = list(sweep.ends.values())  # by rising peak
+        losses = [
+            float(np.mean([by_loss.end(end)[by_loss.column] for end in ends])) for ends in arms
+        ]
+        index = int(np.argmin(losses))
+        run = arms[index][0].run
         assert isinstance(run, RunConfig)
-        outermost = peak in (min(losses), max(losses))
-        best[run.optimizer.matrices] = AtBest(peak, losses[peak], sweep[peak], outermost)
+        optimizer, outermost = run.optimizer, index in (0, len(arms) - 1)
+        best[optimizer.matrices] = AtBest(optimizer.peak_lr, losses[index], arms[index], outermost)
     seeds = {tuple(end.seed for end in each.ends) for each in best.values()}
     return best if len(best) == len(found) and len(seeds) == 1 else {}
 

@@ -8,6 +8,7 @@ from curvature.settings import LineSettings
 from dynamics.recipes import demo
 from dynamics.recipes.olmo2 import TEXT, TEXT_30M
 from dynamics.recipes.web import WEB_CRITICAL, WEB_CURVATURE, WEB_QUANTIZATION
+from quant_eval.settings import OutlierSettings
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
@@ -170,7 +171,7 @@ def interventions(size: ArmsSize, **settings: Any) -> Study:
         sources=SOURCES,
         text=size.text,
         averaged_steps=averaged_steps,
-        soups=(SoupSettings(name="soup-stable", steps=steps),),
+        soups=(SoupSettings(name="decay-linear", steps=steps, decay="linear"),),
         **(size.measured | settings),
     )
 
@@ -216,6 +217,7 @@ TINY = ArmsSize(
             pairs=8, norm_pairs=2, companion_pairs=4, microbatch_sequences=2, fixed_sequences=4
         ),
         "critical": LineSettings(sequences=8, batch_size=8),
+        "outliers": OutlierSettings(eval_tokens=16_384),
     },
     # So small a model loses little at 3 bits.
     qat_bits=(2, 3, 4),
@@ -246,6 +248,7 @@ SMOKE = ArmsSize(
         ),
         "curvature": SMALL_CURVATURE,
         "critical": SMALL_CRITICAL,
+        "outliers": OutlierSettings(eval_tokens=12_288),
     },
     shares=(SHARE, 50),
     qat_bits=(3,),
@@ -281,6 +284,7 @@ OF_30M = ArmsSize(
             update={"pairs": 8, "norm_pairs": 4, "companion_pairs": 4, "fixed_sequences": 4}
         ),
         "critical": WEB_CRITICAL.model_copy(update={"sequences": 8, "batch_size": 8}),
+        "outliers": OutlierSettings(),
     },
 )
 
@@ -311,6 +315,7 @@ def _of_web(
             ),
             "curvature": WEB_CURVATURE.model_copy(update={"checkpointing": True, "pairs": 32}),
             "critical": WEB_CRITICAL,
+            "outliers": OutlierSettings(),
         },
     )
 

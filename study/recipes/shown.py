@@ -166,7 +166,6 @@ def _trained(run: RunConfig, letters: Mapping[str, str]) -> dict[str, str]:
         "schedule": letters[_schedule(run)],
         "perturbation": run.perturbation.describe() if run.perturbation else "",
         "from": f"{branch.run.removeprefix('../')} at {branch.step:,}" if branch else "",
-        "perturbed": run.perturbation.describe() if run.perturbation else "",
         "to step": f"{run.total_steps:,}",
         "tokens": amount_name(_tokens(run)).upper(),
         "checkpoints": str(len(run.save_steps)),

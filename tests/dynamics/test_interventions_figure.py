@@ -59,7 +59,7 @@ def test_there_is_a_mark_per_arm_and_average(measured):
         "no anneal",
         "no anneal, LAWA",
         "no anneal, EMA",
-        "no anneal, soup",
+        "no anneal, decay-equivalent average",
         "anneal 20%",
         "anneal 20%, LAWA",
         "anneal 20%, QAT rtn-b3-g32",
