@@ -118,7 +118,9 @@ def budgets(measure: Measure) -> Verdict:
 
     Not raising is one-sided: an error that falls with the tokens is in agreement.
     """
-    groups = replicated(_of_schedule(measure.evidence.ends, _is_cooldown), LENGTH)
+    cooldowns = replicated(_of_schedule(measure.evidence.ends, _is_cooldown), LENGTH)
+    # Anneals of several lengths may end at the same tokens, which are one budget.
+    groups = {label: sets for label, sets in cooldowns.items() if _spans_budgets(sets.values())}
     if not groups:
         raise NotTested("no two runs hold the rate, then anneal, and differ in their length alone")
     # `annealed` leaves out the runs without a control, which the margin needs.
@@ -139,6 +141,10 @@ def budgets(measure: Measure) -> Verdict:
         " mean change by the anneal; one-sided"
     )
     return conclude_within(measure, changes, margins, two_sided=False, beside=beside)
+
+
+def _spans_budgets(sets: Iterable[Sequence[RunSummary]]) -> bool:
+    return all(len({end.run.total_steps for end in ends}) > 1 for ends in sets)
 
 
 def _share_of_anneal(measure: Measure, ends: Sequence[RunSummary]) -> Weighted:

@@ -4,17 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from curvature.settings import LineSettings
 from dynamics.recipes import demo
 from dynamics.recipes.olmo2 import TEXT, TEXT_30M
-from dynamics.recipes.web import WEB_CRITICAL, WEB_CURVATURE, WEB_QUANTIZATION
+from dynamics.recipes.web import WEB_CURVATURE, WEB_QUANTIZATION
 from quant_eval.settings import OutlierSettings
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
 from study.recipes.parts import (
     DRAWS,
-    SMALL_CRITICAL,
     SMALL_CURVATURE,
     SMALL_TEXT,
     annealed,
@@ -39,7 +37,7 @@ FLOOR = 0.1
 RHO = 0.05
 STABLE = "stable"
 INTERVALS = 40  # of the whole run: between evaluations, and between the weights of LAWA
-DENSE = 4  # checkpoints of an anneal of the usual share, where the stable run has its own
+DENSE = 3  # checkpoints of an anneal of the usual share, where the stable run has its own
 SOURCES = (
     "QAT in the anneal: arXiv 2509.22935; straight-through estimator: arXiv 1308.3432",
     (
@@ -216,7 +214,6 @@ TINY = ArmsSize(
         "curvature": CurvatureSettings(
             pairs=8, norm_pairs=2, companion_pairs=4, microbatch_sequences=2, fixed_sequences=4
         ),
-        "critical": LineSettings(sequences=8, batch_size=8),
         "outliers": OutlierSettings(eval_tokens=16_384),
     },
     # So small a model loses little at 3 bits.
@@ -247,7 +244,6 @@ SMOKE = ArmsSize(
             block_tokens=12_288,
         ),
         "curvature": SMALL_CURVATURE,
-        "critical": SMALL_CRITICAL,
         "outliers": OutlierSettings(eval_tokens=12_288),
     },
     shares=(SHARE, 50),
@@ -283,7 +279,6 @@ OF_30M = ArmsSize(
         "curvature": WEB_CURVATURE.model_copy(
             update={"pairs": 8, "norm_pairs": 4, "companion_pairs": 4, "fixed_sequences": 4}
         ),
-        "critical": WEB_CRITICAL.model_copy(update={"sequences": 8, "batch_size": 8}),
         "outliers": OutlierSettings(),
     },
 )
@@ -314,7 +309,6 @@ def _of_web(
                 **WEB_QUANTIZATION.model_dump(exclude={"measure", "specs", "along", "methods"}),
             ),
             "curvature": WEB_CURVATURE.model_copy(update={"checkpointing": True, "pairs": 32}),
-            "critical": WEB_CRITICAL,
             "outliers": OutlierSettings(),
         },
     )
