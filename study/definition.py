@@ -146,7 +146,7 @@ class Study(Showable):
     )
     detailed: Literal["every seed", "first seed"] = Field(
         default="every seed",
-        description="runs of which more is measured than the quantization of their checkpoints",
+        description="runs of which more is measured than quantization and outliers",
     )
 
     @cached_property
@@ -383,7 +383,7 @@ class Study(Showable):
         return self.parent_of(run), MeasuredModel(run.branch_from.step)
 
     def _has_details(self, run: AnyRun) -> bool:
-        """Return whether more is measured of a run than the quantization of its checkpoints."""
+        """Return whether more is measured of a run than what every seed has."""
         return self.detailed == "every seed" or run == self.group_of(run).runs[0]
 
     def control_of(self, run: AnyRun) -> RunConfig | None:
@@ -458,7 +458,7 @@ class Study(Showable):
         kinds = [
             measurement
             for measurement in self.measurements
-            if (has_details or measurement.kind is QUANTIZE)
+            if (has_details or measurement.kind.every_seed)
             and not (is_control and measurement.kind.at_the_end(measurement.settings))
         ]
         last, moves = last_model(run), self.moves(run)

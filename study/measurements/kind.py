@@ -224,6 +224,7 @@ class Kind[Settings]:
     shares_work: bool = False  # several processes share the work on whole models
     shares_model: bool = False  # several GPUs share a model that is too large for one
     online: bool = False  # it may reach the network
+    every_seed: bool = False  # also where more is measured of the first seed alone
     together: Callable[[Settings, Subjects], list[Step]] = lambda *_: []
 
     def at_the_end(self, settings: Settings) -> bool:

@@ -73,4 +73,6 @@ def _tabled(_: OutlierSettings) -> list[TabledResult]:
     return [TabledResult(FOLDER, LINEARS, Outliers, readings)]
 
 
-OUTLIERS = Kind[OutlierSettings]("outliers", "all", _steps, _tabled, shares_work=True)
+OUTLIERS = Kind[OutlierSettings](
+    "outliers", "all", _steps, _tabled, shares_work=True, every_seed=True
+)

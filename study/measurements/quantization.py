@@ -277,6 +277,7 @@ QUANTIZE = Kind[QuantizationSettings](
     lambda settings, subject, _: _steps("quantize", settings.everywhere, settings, subject),
     lambda settings: _tabled(settings.everywhere),
     shares_work=True,
+    every_seed=True,
 )
 METHODS_AT_THE_END = Kind[QuantizationSettings](
     "methods",
