@@ -319,7 +319,7 @@ def _show(result: Result[Any], how: str) -> None:
 def _outliers(figure: OutlierFigure) -> str:
     """Return a figure in words: the mean over linears with its standard error, and the largest."""
     if figure.mean is None or figure.max is None:
-        return "not defined: a row has only zeros, or zeros in half of its places"
+        return f"not defined of {figure.linear}: a row has only zeros, or zeros in half its places"
     error = figure.standard_error
     mean = f"{figure.mean:.4g}" if error is None else with_error(figure.mean, error)
     return f"{mean}, at most {figure.max:.4g} ({figure.linear})"

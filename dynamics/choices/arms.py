@@ -20,9 +20,9 @@ from dynamics.claims.data import alike
 from dynamics.mechanism.equal_loss import (
     Crossing,
     crossing,
-    interpolated,
     loss_column,
     measured_path,
+    read_off,
     shared_losses,
 )
 from quant_eval.estimate import Estimate
@@ -202,7 +202,7 @@ def at_equal_loss(measure: Measure, arms: Arms, loss: float | None = None) -> An
 def _paths(measure: Measure, arms: Arms, column: str) -> dict[str, list[list[Row]]]:
     """Return the measured checkpoints of every arm, seed by seed, that have a column, too."""
     return {
-        label: [_measured(measure, end, column) for end in ends]
+        label: [measured_path(measure, end.run, column) for end in ends]
         for label, ends in arms.ends.items()
     }
 
@@ -214,9 +214,7 @@ def _ranked_at(
     choices = {}
     for label, of_arm in paths.items():
         crossings = [crossing(path, column, at) for path in of_arm]
-        choices[_label(label, crossings)] = [
-            interpolated(each, measure.column) for each in crossings
-        ]
+        choices[_label(label, crossings)] = [read_off(measure, each) for each in crossings]
     return ranked(choices, measure.evidence.paired, measure.spec, measure.figure)
 
 
@@ -244,11 +242,11 @@ def at_equal_tokens(measure: Measure, arms: Arms) -> Answer:
 
 
 def _dearer(costs: Mapping[str, float | None], label: str) -> str:
-    """Return ' (1.25 x the FLOPs)', against the cheapest; empty where all cost the same."""
-    known = [cost for cost in costs.values() if cost is not None]
-    if len(known) < len(costs) or max(known) <= min(known) * (1 + SAME_COST):
+    """Return ' (1.25 x the FLOPs)', against the cheapest; empty of one that costs as little."""
+    known = {arm: cost for arm, cost in costs.items() if cost is not None}
+    if len(known) < len(costs) or known[label] <= min(known.values()) * (1 + SAME_COST):
         return ""
-    return f" ({(costs[label] or 0.0) / min(known):.3g} x the FLOPs)"
+    return f" ({known[label] / min(known.values()):.3g} x the FLOPs)"
 
 
 def at_equal_cost(measure: Measure, arms: Arms) -> Answer:
@@ -382,9 +380,10 @@ def _answer(
 NOTE = (
     f"Intervals are {INTERVAL_LEVEL:.0%}, over {{sources}}; p is of no difference to the first,"
     " paired, with Holm's correction over all pairs of a list. At equal loss log error is linear in"
-    " the loss between two checkpoints of a run, and the losses are taken as known; at equal FLOPs"
-    " likewise. A run that passes the loss or the FLOPs before the end of its anneal is compared as"
-    " it is there: one planned for these FLOPs would have ended its anneal."
+    " the loss between two checkpoints of a run (the loss increase itself, which may be negative),"
+    " and the losses are taken as known; at equal FLOPs likewise. A run that passes the loss or the"
+    " FLOPs before the end of its anneal is compared as it is there: one planned for these FLOPs"
+    " would have ended its anneal."
 )
 
 

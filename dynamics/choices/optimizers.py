@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamics.choices.arms import Ranked, ranked, sweeps
+from dynamics.claims.data import alike
 from study.axes import amount_name
 from study.claims.verdict import Evidence, Measure, NotTested
 from study.measurements.quantization import CROSS_ENTROPY
@@ -25,7 +26,8 @@ class AtBest(NamedTuple):
 def at_best_peak(measure: Measure) -> dict[str, AtBest]:
     """Return each optimizer of hidden matrices at the peak with the lowest loss at the end.
 
-    Of runs that anneal; empty unless every optimizer has one sweep of peaks, with the same seeds.
+    Of runs that anneal; empty unless every optimizer has one sweep of peaks, with the same seeds,
+    and they differ in the optimizer alone.
 
     Raises:
         NotTested: the loss at an end is not measured.
@@ -44,7 +46,9 @@ def at_best_peak(measure: Measure) -> dict[str, AtBest]:
         optimizer, outermost = run.optimizer, index in (0, len(arms) - 1)
         best[optimizer.matrices] = AtBest(optimizer.peak_lr, losses[index], arms[index], outermost)
     seeds = {tuple(end.seed for end in each.ends) for each in best.values()}
-    return best if len(best) == len(found) and len(seeds) == 1 else {}
+    is_one_each = len(best) == len(found) and len(seeds) == 1
+    groups = alike([each.ends[0] for each in best.values()], ("optimizer",))
+    return best if is_one_each and [len(group) for group in groups] == [len(best)] else {}
 
 
 def optimizers_line(evidence: Evidence) -> str:

@@ -23,8 +23,7 @@ import numpy as np
 
 from base.grouping import grouped
 from dynamics.claims.schedule import annealed, doublings, growth_over, reach, unit_of
-from dynamics.mechanism.equal_loss import after_fork, differences, loss_column
-from study.axes import AnyRun
+from dynamics.mechanism.equal_loss import differences, loss_column, measured_path, paths_from
 from study.claims.finding import all_directed, of_groups
 from study.claims.verdict import (
     Evidence,
@@ -38,8 +37,8 @@ from study.claims.verdict import (
     measures,
 )
 from study.definition import Study
-from study.results.summary import HIGH, RunSummary, lineage
-from study.results.table import Row, trained
+from study.results.summary import HIGH, RunSummary
+from study.results.table import Row
 from train.run.config import RunConfig
 from train.run.schedules import learning_rate
 
@@ -103,16 +102,10 @@ def _holds_rate(measure: Measure, end: RunSummary) -> bool:
     return learning_rate(control, end.run.total_steps) >= HIGH * start
 
 
-def _path(measure: Measure, end: RunSummary, run: AnyRun | None) -> list[Row]:
-    """Return the measured rows of a run, an end or its control, up to the step of the end."""
-    assert run
-    path = trained(lineage(measure.evidence.study, measure.evidence.rows, run))
-    columns = (measure.column, loss_column(measure))
-    return [
-        row
-        for row in path
-        if row["step"] <= end.run.total_steps and None not in [row[name] for name in columns]
-    ]
+def _control(measure: Measure, end: RunSummary) -> RunConfig:
+    control = measure.evidence.study.control_of(end.run)
+    assert control
+    return control
 
 
 def _decayed(measure: Measure) -> Verdict:
@@ -122,11 +115,7 @@ def _decayed(measure: Measure) -> Verdict:
         assert isinstance(end.run, RunConfig)
         assert end.run.schedule.anneal
         start = end.run.schedule.anneal.start_step
-        control = measure.evidence.study.control_of(end.run)
-        of_both = [after_fork(_path(measure, end, run), start) for run in (end.run, control)]
-        if any(len(path) < 2 or path[0]["step"] > start for path in of_both):
-            raise NotTested(f"{end.label} has no measured checkpoint on both sides of step {start}")
-        return of_both[0], of_both[1]
+        return paths_from(measure, (end.run, _control(measure, end)), start, end.run.total_steps)
 
     def contrast(group: Sequence[RunSummary]) -> Replicates:
         return differences(measure, {end.seed: paths(end) for end in group})
@@ -138,17 +127,13 @@ def _decayed(measure: Measure) -> Verdict:
 
 def _after(measure: Measure) -> Verdict:
     """Judge whether the error rises along the converged part of a constant rate."""
-    study = measure.evidence.study
     # Anneals of several lengths share a control: its longest stretch counts, once.
-    longest: dict[str, RunSummary] = {}
-    for end in sorted(_constant(measure), key=lambda end: end.run.total_steps or 0):
-        control = study.control_of(end.run)
-        assert control
-        longest[control.name] = end
+    ends = sorted(_constant(measure), key=lambda end: end.run.total_steps or 0)
+    longest = {_control(measure, end).name: end for end in ends}
     spans = list[float]()
 
     def contrast(ends: Sequence[RunSummary]) -> Replicates:
-        paths = {end.seed: _stable(_path(measure, end, study.control_of(end.run))) for end in ends}
+        paths = {end.seed: _stable(measure, end) for end in ends}
         first = converged_from(loss_column(measure), list(paths.values()))
         if first is None:
             raise NotTested(
@@ -160,15 +145,21 @@ def _after(measure: Measure) -> Verdict:
         spans.extend(map(doublings, kept.values()))
         return {seed: growth_over(path) for seed, path in kept.items()}
 
-    parts, left_out = of_groups(grouped(longest.values(), unit_of), contrast)
+    study = measure.evidence.study
+    groups = grouped(longest.values(), lambda end: study.group_of(_control(measure, end)).label)
+    parts, left_out = of_groups(groups, contrast)
     beside = f"slope x span over {reach(spans)} doublings of the tokens after convergence"
     return all_directed(
         measure, parts, "higher", beside="; ".join(filter(None, [beside, left_out]))
     )
 
 
-def _stable(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["phase"] == "stable" and row["tokens"]]
+def _stable(measure: Measure, end: RunSummary) -> list[Row]:
+    """Return the rows of the control at its constant rate, up to the step of the end."""
+    path = measured_path(
+        measure, _control(measure, end), loss_column(measure), until=end.run.total_steps
+    )
+    return [row for row in path if row["phase"] == "stable" and row["tokens"]]
 
 
 def converged_from(column: str, paths: Sequence[Sequence[Row]]) -> int | None:

@@ -118,9 +118,7 @@ def budgets(measure: Measure) -> Verdict:
 
     Not raising is one-sided: an error that falls with the tokens is in agreement.
     """
-    cooldowns = replicated(_of_schedule(measure.evidence.ends, _is_cooldown), LENGTH)
-    # Anneals of several lengths may end at the same tokens, which are one budget.
-    groups = {label: sets for label, sets in cooldowns.items() if _spans_budgets(sets.values())}
+    groups = _of_several_lengths(measure)
     if not groups:
         raise NotTested("no two runs hold the rate, then anneal, and differ in their length alone")
     # `annealed` leaves out the runs without a control, which the margin needs.
@@ -143,8 +141,19 @@ def budgets(measure: Measure) -> Verdict:
     return conclude_within(measure, changes, margins, two_sided=False, beside=beside)
 
 
-def _spans_budgets(sets: Iterable[Sequence[RunSummary]]) -> bool:
-    return all(len({end.run.total_steps for end in ends}) > 1 for ends in sets)
+def _of_several_lengths(measure: Measure) -> dict[str, dict[int | None, Chosen]]:
+    """Return the groups of cooldowns by seed that end after different numbers of steps."""
+    groups = replicated(_of_schedule(measure.evidence.ends, _is_cooldown), LENGTH)
+    several = {
+        # Anneals that start at different steps may end at one: these are of one length.
+        label: {
+            seed: ends
+            for seed, ends in sets.items()
+            if len({end.run.total_steps for end in ends}) > 1
+        }
+        for label, sets in groups.items()
+    }
+    return {label: sets for label, sets in several.items() if sets}
 
 
 def _share_of_anneal(measure: Measure, ends: Sequence[RunSummary]) -> Weighted:

@@ -5,6 +5,9 @@ lowest full-precision loss that they share from the last checkpoint before the p
 since a run that ends at a higher loss may have less error for that alone. Arms are paired with
 their controls by seed and document. An arm that names a grid, QAT or noise, is judged at the specs
 of that format and width.
+
+The error is first the loss increase. A KL divergence has the same weights in full precision as its
+reference, which QAT does not train: it may fall where the quantized model is no better.
 """
 
 import math
@@ -14,7 +17,7 @@ from typing import NamedTuple
 
 from base.grouping import grouped
 from dynamics.claims.schedule import change
-from dynamics.mechanism.equal_loss import after_fork, differences, measured_path
+from dynamics.mechanism.equal_loss import differences, paths_from
 from quant_eval.specs import parse_spec
 from study.claims.finding import (
     Finding,
@@ -39,8 +42,8 @@ from study.claims.verdict import (
     needed,
 )
 from study.definition import Study
-from study.design import unperturbed_among
-from study.measurements.quantization import DIVERGENCE, ERRORS, QUANTIZED_LOSS
+from study.measurements.kind import Column
+from study.measurements.quantization import DIVERGENCE, LOSS_INCREASE, QUANTIZED_LOSS
 from study.results.averages import averagings_of, kept_averages
 from study.results.paired import Weighted
 from study.results.summary import RunSummary, enumeration
@@ -49,30 +52,29 @@ from train.run.config import RunConfig
 from train.run.optimization import Lawa
 from train.run.perturbation import Noise, Qat, Sam
 
+ERRORS = (LOSS_INCREASE, DIVERGENCE)
 KINDS = {"QAT": Qat, "noise": Noise, "SAM": Sam}
 FORGOTTEN = 0.01  # share of older weights in an EMA that is taken as none
 
 
 class Arm(NamedTuple):
-    """An end of training at changed weights, and that of the same run without the change."""
+    """An end of training at changed weights, and the run that it is compared with.
+
+    Attributes:
+        end: of the perturbed run.
+        control: the same run without the perturbation, saved where the other ends.
+        before: the last step whose weights no perturbed update has changed.
+    """
 
     end: RunSummary
-    control: RunSummary
+    control: RunConfig
+    before: int
 
     @property
     def run(self) -> RunConfig:
         """The perturbed run."""
         assert isinstance(self.end.run, RunConfig)
         return self.end.run
-
-    @property
-    def before(self) -> int:
-        """The last step whose weights no perturbed update has changed."""
-        assert self.run.perturbation
-        if self.run.perturbation.from_step is not None:
-            return self.run.perturbation.from_step - 1
-        assert self.run.schedule.anneal, "a perturbation without a step begins with the anneal"
-        return self.run.schedule.anneal.start_step
 
 
 Fits = Callable[[Arm, str], bool]  # an arm is meant to be judged at a spec
@@ -90,13 +92,24 @@ def has_qat(study: Study) -> bool:
 
 def arms_of(evidence: Evidence) -> list[Arm]:
     """Return the perturbed ends of training that have a control, with it."""
-    ends = {end.run.name: end for end in evidence.ends}
-    arms = []
-    for end in ends.values():
-        control = unperturbed_among(evidence.study.trained, end.run)
-        if control and control.name in ends:
-            arms.append(Arm(end, ends[control.name]))
+    study, arms = evidence.study, []
+    for end in evidence.ends:
+        control = study.unperturbed_of(end.run)
+        if control and control.name not in evidence.diverged:
+            assert isinstance(end.run, RunConfig)
+            first = _first_perturbed(study, end.run)
+            assert first, "a run with a control is perturbed"
+            arms.append(Arm(end, control, first - 1))
     return arms
+
+
+def _first_perturbed(study: Study, run: RunConfig) -> int | None:
+    """Return the first perturbed update that led to the end of a run, before a branch too."""
+    if run.branch_from:
+        first = _first_perturbed(study, study.parent_of(run))
+        if first and first <= run.branch_from.step:
+            return first
+    return run.perturbed_from
 
 
 def _without_control(evidence: Evidence) -> str:
@@ -132,27 +145,26 @@ def is_for_another_width(arm: Arm, spec: str) -> bool:
 def _lower(measure: Measure, arms: Sequence[Arm]) -> Verdict:
     """Judge whether arms have less error than their controls at equal loss; their mean decides."""
 
-    def path(arm: Arm, end: RunSummary) -> list[Row]:
-        return after_fork(measured_path(measure, end), arm.before)
+    def paths(arm: Arm) -> tuple[list[Row], list[Row]]:
+        return paths_from(measure, (arm.run, arm.control), arm.before, arm.run.total_steps)
 
     def contrast(group: Sequence[Arm]) -> Replicates:
-        return differences(
-            measure,
-            {arm.end.seed: (path(arm, arm.end), path(arm, arm.control)) for arm in group},
-        )
+        return differences(measure, {arm.end.seed: paths(arm) for arm in group})
 
     parts, left_out = of_groups(grouped(arms, lambda arm: arm.end.group), contrast)
     said = ["arm minus control at equal loss", left_out, _without_control(measure.evidence)]
     return all_directed(measure, parts, "lower", beside="; ".join(filter(None, said)))
 
 
-def _by_measure(evidence: Evidence, fits: Fits) -> list[Verdict]:
+def _by_measure(
+    evidence: Evidence, fits: Fits, figures: Sequence[Column] = ERRORS
+) -> list[Verdict]:
     """Return a verdict on the arms that fit each spec, those of the fewest bits first."""
     arms, every = arms_of(evidence), evidence.study.quantization.everywhere
     specs = [spec for spec in every if any(fits(arm, spec) for arm in arms)]
     return [
         judged(measure.title, _lower, measure, [arm for arm in arms if fits(arm, measure.spec)])
-        for measure in measures(evidence, specs)
+        for measure in measures(evidence, specs, figures)
     ]
 
 
@@ -176,9 +188,7 @@ def interventions(evidence: Evidence) -> list[Verdict]:
         fits = partial(_is_of_kind, kind)
         verdicts += [
             verdict._replace(measure=f"{name}: {verdict.measure}")
-            for verdict in _by_measure(evidence, fits)
-            # The error of less noise says enough of a part.
-            if verdict.measure.startswith(DIVERGENCE.title)
+            for verdict in _by_measure(evidence, fits, (LOSS_INCREASE,))
         ]
     return verdicts
 
@@ -216,8 +226,8 @@ def widths(evidence: Evidence) -> list[Verdict]:
 def qat_averages(evidence: Evidence) -> list[Verdict]:
     """Judge each average of perturbed weights, at the specs that QAT was for.
 
-    Undone is QAT where the average has more than the error of its last weights, and by more than
-    the same average has without QAT. Less error than the last weights, or no more than without
+    Undone is QAT where the average has more than the error of the weights at its step, and by more
+    than the same average has without QAT. Less error than these weights, or no more than without
     QAT, contradicts it. The comparison is at equal tokens: an average lags, and its loss differs.
     """
     arms = [arm for arm in arms_of(evidence) if isinstance(arm.run.perturbation, Qat)]
@@ -244,7 +254,8 @@ def _oldest(study: Study, average: str, step: int) -> float:
         return soups[average].steps[0]
     (kept,) = (kept for kept in kept_averages(study) if kept.name == average)
     if isinstance(kept, Lawa):
-        return step - (kept.window - 1) * kept.interval_steps
+        last = step - step % kept.interval_steps  # the newest of the window
+        return last - (kept.window - 1) * kept.interval_steps
     return step - kept.interval_steps * math.log(FORGOTTEN) / math.log(kept.decay)
 
 
@@ -259,22 +270,21 @@ def _undone(measure: Measure, average: str, arms: Sequence[Arm]) -> Verdict:
             label: {arm.end.seed: of_arm(arm) for arm in group} for label, group in groups.items()
         }
 
-    def averaged(arm: Arm, end: RunSummary) -> Row:
-        return _averaged(measure, average, arm, end)
+    def row(arm: Arm, run: RunConfig, name: str | None = None) -> Row:
+        return _row(measure, run, _step_of(measure.evidence.study, average, arm), name)
 
-    def raised(arm: Arm, end: RunSummary) -> Weighted:
-        return change(measure.end(end), averaged(arm, end))
+    def raised(arm: Arm, run: RunConfig) -> Weighted:
+        return change(row(arm, run), row(arm, run, average))
 
-    raise_of = by_group(lambda arm: raised(arm, arm.end))
-    beyond = by_group(lambda arm: [*raised(arm, arm.end), *times(-1, raised(arm, arm.control))])
+    def gain(arm: Arm, name: str | None) -> Weighted:
+        return change(row(arm, arm.control, name), row(arm, arm.run, name))
+
+    raise_of = by_group(lambda arm: raised(arm, arm.run))
+    beyond = by_group(lambda arm: [*raised(arm, arm.run), *times(-1, raised(arm, arm.control))])
     whole = _mean(beyond)
     gains = {
-        "last weights": by_group(
-            lambda arm: change(measure.end(arm.control), measure.end(arm.end))
-        ),
-        "averages": by_group(
-            lambda arm: change(averaged(arm, arm.control), averaged(arm, arm.end))
-        ),
+        "weights": by_group(lambda arm: gain(arm, None)),
+        "averages": by_group(lambda arm: gain(arm, average)),
     }
     words = [
         f"{name} {measure.estimated(measure.estimate(_mean(parts)))}"
@@ -293,13 +303,14 @@ def _mean(parts: Mapping[str, Replicates]) -> Replicates:
     return mean_of(list(parts.values()))
 
 
-def _averaged(measure: Measure, average: str, arm: Arm, end: RunSummary) -> Row:
-    """Return the row of an average of an arm or its control, at the same step of both."""
-    place = (end.run.name, _step_of(measure.evidence.study, average, arm), average)
+def _row(measure: Measure, run: RunConfig, step: int | None, average: str | None) -> Row:
+    """Return the row of an average, or of the weights, of a run at a step."""
+    place = (run.name, step, average)
     rows = (
         row for row in measure.evidence.rows if (row["run"], row["step"], row["average"]) == place
     )
-    return needed(f"{average} of {end.label}", next(rows, None), measure.column)
+    label = measure.evidence.study.label_of(run)
+    return needed(f"{average or 'weights'} of {label}", next(rows, None), measure.column)
 
 
 def _both_raised(measure: Measure, by_average: Replicates, more_by: Replicates) -> Finding:
@@ -309,7 +320,7 @@ def _both_raised(measure: Measure, by_average: Replicates, more_by: Replicates) 
     them the other way refutes it: the smaller p-value of those, times 2 (Bonferroni).
     """
     raised, beyond = directed(measure, by_average), directed(measure, more_by)
-    words = f"average minus last weights {raised.words}, beyond that without QAT {beyond.words}"
+    words = f"average minus weights {raised.words}, beyond that without QAT {beyond.words}"
     against = [finding.p for finding in (raised, beyond) if finding.way == "lower"]
     if not against:
         return Finding("undone", max(raised.p, beyond.p), words)

@@ -4,6 +4,7 @@ Peak learning rates, weight decays, or budgets of tokens under one schedule and 
 2510.06213, figures 3 to 5; the last is the question of arXiv 2411.04330).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from study.definition import Study
 from study.figures.canvas import Canvas, described, interval_of
 from study.figures.charts import (
     INK,
+    WIDTHS,
     Chart,
     Quantity,
     Rows,
@@ -26,7 +28,7 @@ from study.figures.charts import (
     tooltip,
 )
 from study.figures.figure import Drawn, drawn, figure
-from study.figures.looks import GREY, Runs, colours, looks_for
+from study.figures.looks import GREY, LETTER_WIDTH, Runs, colours, looks_for
 from study.measurements.titles import spec_title
 from study.results.averages import lowest_spec
 from study.results.paired import Paired, Weighted
@@ -188,15 +190,22 @@ def _values(quantity: Quantity, estimate: Estimate) -> dict[str, float]:
     return quantity.values(estimate.value, estimate.interval())
 
 
+def _labels_below(labels: Sequence[str], width: float) -> Chart:
+    """Return an axis with level labels, or steep ones where they would run into each other."""
+    if LETTER_WIDTH * max(map(len, labels)) <= width / len(labels):
+        return {"labelAngle": 0}
+    return {"labelAngle": -35, "labelAlign": "right", "labelLimit": 260}
+
+
 def _anneal_panel(rows: Rows, runs: Runs, quantity: Quantity, title: str) -> Chart:
     """Points with their intervals above the name of the group, annealed beside not annealed.
 
     Groups have their colours, as in all figures; the marker says what is annealed.
     """
-    axis = {"labelAngle": 0}
+    shown = list(dict.fromkeys(row[runs.heading] for row in rows))
+    axis = _labels_below(shown, WIDTHS[2])
     x: Chart = {"field": runs.heading, "type": "nominal", "sort": None, "axis": axis}
     groups = {group: looks[0].colour for group, looks in runs.groups.items()}
-    shown = list(dict.fromkeys(row[runs.heading] for row in rows))
     scale = {"domain": shown, "range": [groups[group] for group in shown]}
     colour = {"field": runs.heading, "type": "nominal", "scale": scale, "legend": None}
     encoding: Chart = {"x": x, "y": quantity.encoding(), "color": colour}

@@ -6,6 +6,7 @@ anneal (`study.design`).
 
 import string
 from collections.abc import Iterator
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 from base.grouping import grouped
@@ -36,7 +37,7 @@ from study.results.table import Row
 from train.run.config import RunConfig
 
 FULL, QUANTIZED = Quantity("full-precision loss", NATS), Quantity("quantized loss", NATS)
-ARM, KEY = "arm", "key"
+ARM, KEY, AFTER_KEY = "arm", "key", "  "
 COLUMNS = 2
 # A star with four points: that with five is a soup in the legends of released models.
 AVERAGE = "M0,-2L.5,-.5L2,0L.5,.5L0,2L-.5,.5L-2,0L-.5,-.5Z"
@@ -130,9 +131,10 @@ def _control(study: Study, run: Any) -> RunConfig | None:
 def _looks(canvas: Canvas, arms: list[Arm]) -> Runs:
     """Return the looks of arms: those of their runs, and stars for averages, each with a key."""
     looks = {}
-    for letter, arm in zip(string.ascii_letters, arms, strict=False):
+    keys = chain(string.ascii_letters, map(str, count(1)))
+    for key, arm in zip(keys, arms, strict=False):
         of_runs = canvas.runs.looks[arm.group.runs[0].name]
-        name = f"{letter}  {arm.label}"
+        name = f"{key}{AFTER_KEY}{arm.label}"
         shape = AVERAGE if arm.average else of_runs.shape
         looks[name] = Look(name, of_runs.colour, shape, name, name)
     return Runs(ARM, looks, field=ARM)
@@ -156,7 +158,12 @@ def _mark(
         difference = paired.estimate(pairs, spec, column)
         low, high = difference.interval()
         measured |= quantity.values(controls + difference.value, (controls + low, controls + high))
-    head = {"panel": spec_title(spec), ARM: name, KEY: name[0], "average": arm.average or ""}
+    head = {
+        "panel": spec_title(spec),
+        ARM: name,
+        KEY: name.partition(AFTER_KEY)[0],
+        "average": arm.average or "",
+    }
     end = arm.ends[0][0]
     return head | {"seeds": len(arm.ends), "step": end["step"], "tokens": end["tokens"]} | measured
 

@@ -167,7 +167,8 @@ def association(
     def z_of(kept_N: NDArray[np.bool_]) -> float:
         pair = first_N[kept_N], second_N[kept_N]
         r = _correlation(*pair, groups_N[kept_N], ranked=ranked)
-        return math.atanh(max(-MOST, min(MOST, r)))
+        # NaN stays NaN here, which min and max would take for the largest.
+        return math.atanh(float(np.clip(r, -MOST, MOST)))
 
     whole = z_of(np.full(len(names), True))
     if not math.isfinite(whole):
@@ -258,11 +259,12 @@ def _correlation(
     first_N: Floats, second_N: Floats, groups_N: NDArray[np.str_], *, ranked: bool
 ) -> float:
     """Return the correlation of values or ranks freed of the mean of their group; NaN for none."""
+    if len(groups_N) - len(set(groups_N.tolist())) < 2:
+        return math.nan
     pair = first_N, second_N
     left = [_centred(values_N, groups_N, ranked=ranked) for values_N in pair]
     lengths = [float(np.linalg.norm(values_N)) for values_N in left]
-    is_constant = min(lengths) <= 1e-12 * max(np.abs(pair).max(), 1e-300)
-    if len(groups_N) - len(set(groups_N.tolist())) < 2 or is_constant:
+    if min(lengths) <= 1e-12 * max(np.abs(pair).max(), 1e-300):  # constant
         return math.nan
     return float(left[0] @ left[1]) / math.prod(lengths)
 

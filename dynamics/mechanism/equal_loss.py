@@ -1,20 +1,21 @@
 """Errors of runs at a full-precision loss that they share, read off their checkpoints.
 
-Between two checkpoints of a run the logarithm of the error is linear in the loss. As a weighted sum
-of the rows of those two, with the weights that keep the value and its first-order error (delta
-method), it has the interval and the paired tests of any other. The losses decide the weights and
-are taken as known.
+Between two checkpoints of a run the logarithm of the error is linear in the loss, and the loss
+increase itself, which may be negative. As a weighted sum of the rows of those two, with the weights
+that keep the value and its first-order error (delta method), it has the interval and the paired
+tests of any other. The losses decide the weights and are taken as known.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from study.axes import AnyRun
 from study.claims.finding import times
 from study.claims.verdict import Measure, NotTested, Replicates
-from study.measurements.quantization import CROSS_ENTROPY
+from study.measurements.quantization import CROSS_ENTROPY, LOSS_INCREASE
 from study.results.paired import Weighted
-from study.results.summary import RunSummary, lineage
+from study.results.summary import lineage
 from study.results.table import Row, trained
 
 
@@ -31,18 +32,59 @@ def loss_column(measure: Measure) -> str:
     return measure.by(figure=CROSS_ENTROPY).column
 
 
-def measured_path(measure: Measure, end: RunSummary) -> list[Row]:
-    """Return the checkpoints that led to an end, those with error and loss.
+def measured_path(
+    measure: Measure, run: AnyRun, *others: str, until: int | None = None
+) -> list[Row]:
+    """Return the checkpoints that led to the end of a run, with the error and further columns.
+
+    Args:
+        measure: the error.
+        run: where training ended.
+        others: columns that a checkpoint has to have, too.
+        until: the last step that counts; None: the end.
 
     Raises:
         NotTested: there are fewer than two.
     """
-    path = trained(lineage(measure.evidence.study, measure.evidence.rows, end.run))
-    columns = (measure.column, loss_column(measure))
-    rows = [row for row in path if None not in [row[name] for name in columns]]
+    study, columns = measure.evidence.study, (measure.column, *others)
+    rows = [
+        row
+        for row in trained(lineage(study, measure.evidence.rows, run))
+        if (until is None or row["step"] <= until) and None not in [row[name] for name in columns]
+    ]
     if len(rows) < 2:
-        raise NotTested(f"{end.label} has {len(rows)} measured checkpoints, a line takes 2")
+        raise NotTested(
+            f"{study.label_of(run)} has {len(rows)} measured checkpoints, a line takes 2"
+        )
     return rows
+
+
+def paths_from(
+    measure: Measure, runs: tuple[AnyRun, AnyRun], step: int, until: int
+) -> tuple[list[Row], list[Row]]:
+    """Return the checkpoints of two runs from the last one at or before the step where they part.
+
+    Args:
+        measure: the error.
+        runs: of the same weights up to `step`.
+        step: the last one of the same weights.
+        until: the last step that counts, of equal tokens.
+
+    Raises:
+        NotTested: one has no measured checkpoint on both sides of `step`.
+    """
+    first, second = (_path_from(measure, run, step, until) for run in runs)
+    return first, second
+
+
+def _path_from(measure: Measure, run: AnyRun, step: int, until: int) -> list[Row]:
+    path = measured_path(measure, run, loss_column(measure), until=until)
+    earlier = [row for row in path if row["step"] <= step]
+    later = path[len(earlier) :]
+    if not earlier or not later:
+        label = measure.evidence.study.label_of(run)
+        raise NotTested(f"{label} has no measured checkpoint on both sides of step {step}")
+    return [earlier[-1], *later]
 
 
 def shared_losses(measure: Measure, paths: Iterable[Sequence[Row]]) -> tuple[float, float]:
@@ -81,8 +123,23 @@ def crossing(rows: Sequence[Row], loss_column: str, loss: float) -> Crossing:
     raise NotTested(f"{rows[-1]['run']} does not pass a loss of {loss:.4f}")
 
 
+def read_off(measure: Measure, at: Crossing) -> Weighted:
+    """Return the weights of the two rows of a crossing in the figure between them.
+
+    Raises:
+        NotTested: as `interpolated`.
+    """
+    if measure.figure == LOSS_INCREASE:
+        return [(row, part) for row, part in _shares(at) if part]
+    return interpolated(at, measure.column)
+
+
+def _shares(at: Crossing) -> tuple[tuple[Row, float], tuple[Row, float]]:
+    return (at.first, 1 - at.share), (at.second, at.share)
+
+
 def interpolated(at: Crossing, column: str) -> Weighted:
-    """Return the weights of the two rows in the column between them.
+    """Return the weights of the two rows in the column between them, by its logarithm.
 
     log e is linear in the loss: e = e1^(1 - s) e2^s with the share s. Its derivatives by e1 and e2
     are the weights, e (1 - s) / e1 and e s / e2, and the sum is e itself.
@@ -103,15 +160,8 @@ def interpolated(at: Crossing, column: str) -> Weighted:
             f" {second['step']} and has no logarithm: measure on more text"
         )
     value = first[column] ** (1 - share) * second[column] ** share
-    shares = ((first, 1 - share), (second, share))
     # Times e_i this is e x share, so the weighted sum of both rows is e, as said above.
-    return [(row, value * part / row[column]) for row, part in shares if part]
-
-
-def after_fork(path: Sequence[Row], step: int) -> list[Row]:
-    """Return the rows from the last one at or before a step on, after which two runs differ."""
-    earlier = [row for row in path if row["step"] <= step]
-    return [*earlier[-1:], *(row for row in path if row["step"] > step)]
+    return [(row, value * part / row[column]) for row, part in _shares(at) if part]
 
 
 def differences(
@@ -133,13 +183,11 @@ def differences(
         # At that loss both are the same weights, whose difference is none.
         if loss >= path[0][column]:
             raise NotTested(
-                f"{path[-1]['run']} gets no lower than {path[0][column]:.4f} nats per token, the"
-                " loss from which on the two differ"
+                f"the lowest loss that all reach is {loss:.4f} nats per token, and"
+                f" {path[-1]['run']} passes it before the two differ, at {path[0][column]:.4f}"
             )
     contrasts: Replicates = {}
     for seed, pair in pairs.items():
-        first, second = (
-            interpolated(crossing(path, column, loss), measure.column) for path in pair
-        )
+        first, second = (read_off(measure, crossing(path, column, loss)) for path in pair)
         contrasts[seed] = [*first, *times(-1, second)]
     return contrasts

@@ -158,17 +158,18 @@ def _over_linears(linears: Measured, figure: str) -> dict[str, Any]:
     """Return the mean of a figure over the linears, its standard error, and the largest.
 
     The error is for other documents, by leaving out each (the jackknife: Efron and Tibshirani 1993,
-    chapter 11), the interval that of a Student t.
+    chapter 11), the interval that of a Student t. Neither mean nor largest is defined where a
+    linear has no such figure, whose name stands for the largest.
     """
     values = {name: figures[figure] for name, figures in linears.items()}
+    for name, value in values.items():
+        if not math.isfinite(value[0]):
+            return {"mean": None, "max": None, "linear": name}
     mean, *without_U = torch.stack(list(values.values())).mean(0).tolist()
     largest = max(values, key=lambda name: float(values[name][0]))
-    summary: dict[str, Any] = {
-        "mean": _defined(mean),
-        "max": _defined(values[largest][0]),
-        "linear": largest,
-    }
-    if without_U and math.isfinite(mean):
+    summary: dict[str, Any] = {"mean": mean, "max": float(values[largest][0]), "linear": largest}
+    # Without one document a linear may read zeros alone.
+    if without_U and all(map(math.isfinite, without_U)):
         degrees = len(without_U) - 1
         error = math.sqrt(degrees * np.var(without_U))
         reach = error * stdtrit(degrees, (1 + INTERVAL_LEVEL) / 2)

@@ -16,14 +16,15 @@ from study.results.table import Row
 
 NOTE = (
     "Each claim is judged by one primary measure, in a table by its first line: KL divergence (nats"
-    " per token) at the fewest bits where the claim is on the error. A claim is decided where its"
+    " per token) at the fewest bits where the claim is on the error, and the loss increase where it"
+    " is on training at changed weights. A claim is decided where its"
     f" effect, over all runs, has p < {ALPHA:.2g} after Holm's correction over the claims with a"
     " p-value, and no run is significantly the other way after Holm's correction over the runs."
     " Other measures are secondary: their p-values are not corrected for other claims or measures."
     f" Intervals are {INTERVAL_LEVEL:.0%}, not corrected, and hold documents, calibration draws and"
     " seeds. Runs that differ in their seed alone count as one. * no replicates by seed: of these"
     " trainings only, so a claim holds or fails in these runs, and is neither supported nor"
-    " contradicted. The claims are in our words."
+    " contradicted. The claims are in our words; their sources are with the verdicts in full."
 )
 EFFECT = f"effect [{INTERVAL_LEVEL:.0%} interval], nats"
 HEAD = ("claim", "verdict", EFFECT, "Holm p", "runs")

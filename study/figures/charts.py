@@ -412,6 +412,7 @@ CONFIG: Chart = {
         "labelFontSize": 11,
         "titleFontSize": 11,
         "labelLimit": 400,
+        "titleLimit": 400,
         "layout": {"top": {"anchor": "start", "direction": "vertical", "margin": 6}},
         "symbolOpacity": 1,
         "symbolSize": 60,

@@ -103,11 +103,16 @@ def _weights(run: AnyRun, row: Row) -> str:
 
 
 class Made(NamedTuple):
-    """The last model of an average, in a phase or at a step."""
+    """The last model of an average, in a phase, at a step, or in place of an anneal.
+
+    Attributes:
+        in_place: it is of the run that an anneal leaves, at the step where the anneal ends.
+    """
 
     name: str
     phase: str | None = None
     step: int | None = None
+    in_place: bool = False
 
     def end_of(self, study: Study, run: AnyRun) -> tuple[str, int] | None:
         """Return run and step of it; None where the study has none.
@@ -116,6 +121,8 @@ class Made(NamedTuple):
         """
         if isinstance(run, ReleasedRun):
             return None
+        if self.in_place:
+            return self._in_place_of(study, run)
         path = [(run, run.total_steps)]
         if run.branch_from:
             path.append((study.parent_of(run), run.branch_from.step))
@@ -135,12 +142,33 @@ class Made(NamedTuple):
                     return trained.name, model.step
         return None
 
+    def _in_place_of(self, study: Study, run: RunConfig) -> tuple[str, int] | None:
+        control = study.control_of(run)
+        # A control that branches off itself is there to be compared, and no plan without anneals.
+        if control is None or not run.branch_from or study.parent_of(run) != control:
+            return None
+        made = {(model.average, model.step) for model in study.models_of(control)}
+        end = control.name, run.total_steps
+        return end if (self.name, run.total_steps) in made else None
+
 
 def against_annealed(study: Study) -> dict[str, Made]:
-    """Return the averages to compare with the annealed weights by title: kept ones, and soups."""
-    kept = {
+    """Return the averages to compare with the annealed weights by title: kept ones, and soups.
+
+    Those that a run with an anneal has.
+    """
+    before = {
         f"{average.describe()}, before the anneal": Made(average.name, phase="stable")
         for average in kept_averages(study)
     }
     soups = {soup.describe(): Made(soup.name, step=soup.steps[-1]) for soup in study.soups}
-    return kept | soups
+    in_place = {
+        f"{average.describe()}, in place of the anneal": Made(average.name, in_place=True)
+        for average in kept_averages(study)
+    }
+    anneals = [run for run in study.trained if run.schedule.anneal]
+    return {
+        title: made
+        for title, made in (before | soups | in_place).items()
+        if any(made.end_of(study, run) for run in anneals)
+    }

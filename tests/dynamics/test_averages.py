@@ -108,6 +108,28 @@ def test_a_soup_of_the_control_is_compared_with_its_anneal(study, rows, director
     assert judged == {"supported"}
 
 
+def test_averages_of_the_control_at_its_end_are_in_place_of_the_anneal(study, rows, directory):
+    """No anneal has one before it; QAT anneals are no anneals of this claim."""
+    runs = {run.name: run for run in study.trained}
+    compared = against_annealed(study)
+    kept = [f"{average.describe()}, in place of the anneal" for average in KEPT]
+    assert list(compared) == [DECAY, "soup of steps 360 and 400", *kept]
+    ends = {
+        compared[title].end_of(study, runs[name]) for title in kept for name in ("anneal2", "qat2")
+    }
+    assert ends == {("stable2", 400)}
+    details = table(directory, study, rows)["averages"].details
+    outcomes = {
+        detail.measure.partition(": ")[0]: (detail.outcome, detail.runs) for detail in details
+    }
+    assert [outcomes[title] for title in kept] == [("supported", "1 of 1 lower")] * 2
+
+    # A control that is made to be compared with is no plan of its own.
+    made = study_of(run_of("plain", averages=KEPT, save_steps=STEPS), averaged_steps=(400,))
+    assert len(made.controls) == 1
+    assert against_annealed(made) == {}
+
+
 def test_the_figure_has_a_star_for_each_soup(study, rows, directory):
     chart = chart_of(drawn(averages, Canvas(study, rows, directory)))
     encodings = [layer.get("encoding", {}) for layer in layers_of(chart["concat"][0])]

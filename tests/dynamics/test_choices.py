@@ -212,7 +212,7 @@ def test_an_arm_of_doubled_passes_is_first_at_equal_tokens_and_last_at_equal_cos
     values = [ranked.estimate.value for ranked in by_tokens]
     assert values == pytest.approx(sorted(expected.values()), rel=1e-6)
     assert by_tokens[0].label.endswith(" (1.25 x the FLOPs)")
-    assert all(ranked.label.endswith(" (1 x the FLOPs)") for ranked in by_tokens[1:])
+    assert not any("FLOPs" in ranked.label for ranked in by_tokens[1:])
 
     by_cost = at_equal_cost(measure, group)
     assert [ranked.estimate.value for ranked in by_cost.ranking] == pytest.approx(
@@ -231,7 +231,7 @@ def test_arms_of_one_cost_have_no_list_at_equal_cost(arms):
         at_equal_cost(Measure(arms, SPEC, QUANTIZED_LOSS), group)
     words = text.answers_text(answers(arms))
     assert words.splitlines()[0].count("the arm ") == 1
-    assert words.count("x the FLOPs") == len(ARMS)
+    assert words.count("x the FLOPs") == 1
 
 
 def rows(*points: tuple[float, float]) -> list[Row]:

@@ -29,6 +29,10 @@ def error_of(run, model) -> float:
 
 def evidence_of(directory, optimizers) -> Evidence:
     runs = [run_of(f"{each.matrices}-{each.peak_lr:g}", optimizer=each) for each in optimizers]
+    return evidence_of_runs(directory, runs)
+
+
+def evidence_of_runs(directory, runs) -> Evidence:
     study = study_of(*runs)
     rows = rows_of(directory / study.name, study, error_of, loss=loss_of)
     rows = [Row.of(row | {"study": study.name}) for row in rows]
@@ -54,6 +58,16 @@ def test_each_optimizer_is_compared_at_the_peak_of_its_lowest_loss(tmp_path):
     lowest, excess = map(float, found.groups())
     assert excess / lowest == pytest.approx(3, rel=0.02)
     assert line.endswith("No peak beyond the best of lion was tried: a better one may exist.")
+
+
+def test_optimizers_of_other_runs_are_not_compared(tmp_path):
+    peaks = [(AdamW, (2e-3, 4e-3), {}), (Lion, (2.5e-4, 5e-4), {"batch_size": 32})]
+    runs = [
+        run_of(f"{kind.__name__}-{peak:g}", optimizer=kind(peak_lr=peak), **settings)
+        for kind, tried, settings in peaks
+        for peak in tried
+    ]
+    assert not optimizers_line(evidence_of_runs(tmp_path, runs))
 
 
 def test_a_sweep_of_one_optimizer_has_no_such_line(tmp_path):

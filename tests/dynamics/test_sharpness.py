@@ -203,6 +203,8 @@ def test_one_degree_of_freedom_is_no_correlation():
     """Two checkpoints of a training, and one of another: within them two points are on a line."""
     first_N, second_N = np.array([1.0, 2, 7]), np.array([3.0, 5, 4])
     assert association(first_N, second_N, list("aab"), ranked=False, within=True) is None
+    none_N = np.zeros(0)  # as before the first result
+    assert association(none_N, none_N, [], ranked=True, within=False) is None
     of_one = present(association(first_N, second_N, list("aaa"), ranked=False, within=False))
     assert of_one.interval is None, "nothing is left without the one training"
     over_all = present(association(first_N, second_N, list("aab"), ranked=False, within=False))
