@@ -424,10 +424,11 @@ def _titled(measure: Measure) -> str:
 
 def _ranking(measure: Measure, ranking: Sequence[Ranked]) -> Iterator[str]:
     width = max((len(ranked.label) for ranked in ranking), default=0)
+    digits = len(str(len(ranking)))
     for number, ranked in enumerate(ranking, 1):
         low, high = (_value(measure, end) for end in ranked.estimate.interval(INTERVAL_LEVEL))
         value = f"{_value(measure, ranked.estimate.value)} [{low}, {high}]"
-        yield f"  {number}. {ranked.label:{width}}  {value}" + (
+        yield f"  {number:>{digits}}. {ranked.label:{width}}  {value}" + (
             f"  {_difference(measure, ranked)}" if ranked.excess else ""
         )
 

@@ -42,6 +42,12 @@ COLUMNS = 2
 # A star with four points: that with five is a soup in the legends of released models.
 AVERAGE = "M0,-2L.5,-.5L2,0L.5,.5L0,2L-.5,.5L-2,0L-.5,-.5Z"
 IS_AVERAGE = "datum.average !== ''"
+# Places of the keys about their marks, in turn: ends of arms are close together.
+PLACE = f"indexof('{string.ascii_letters}', datum.{KEY})"
+BESIDE = {
+    "dx": {"expr": f"{PLACE} % 2 ? -9 : 9"},
+    "dy": {"expr": f"{PLACE} % 4 < 2 ? -7 : 9"},
+}
 
 
 class Arm(NamedTuple):
@@ -216,7 +222,7 @@ def _panel(rows: Rows, lines: Rows, looks: Runs, y: Quantity) -> Chart:
     x, y = (axis.near([*rows, *lines]) for axis in (FULL, y))
     axes = {"x": x.encoding(), "y": y.encoding()}
     path: Chart = {"color": looks.colour, "order": {"field": "step", "type": "quantitative"}}
-    name = {"type": "text", "dx": 9, "dy": -7, "fontSize": 11, "color": INK, "tooltip": None}
+    name = {"type": "text", "fontSize": 11, "color": INK, "tooltip": None} | BESIDE
     text: Chart = {"text": {"field": KEY, "type": "nominal"}}
     layers = [
         data(lines, mark=LINE, encoding=axes | path),

@@ -26,7 +26,10 @@ from study.results.summary import in_order
 SOLID, DASHED = [1, 0], [5, 3]
 TRUNK = "#1c1c1c"  # of a run at a constant rate that runs of several values are compared with
 LEGEND_WIDTH, LABEL_WIDTH, LETTER_WIDTH = 640, 34, 6.4  # pixels
-SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
+SHAPES = (
+    *("circle", "square", "diamond", "triangle-up", "triangle-down", "cross"),
+    *("triangle-right", "triangle-left"),
+)
 STAR = "M0,-2L.46,-.62L1.9,-.62L.72,.24L1.18,1.62L0,.76L-1.18,1.62L-.72,.24L-1.9,-.62L-.46,-.62Z"
 SOUP = "soup: an average of weights"  # entry of the legend; no run has that label
 GREY = "#777777"

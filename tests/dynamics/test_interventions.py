@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dynamics.claims.convergence import convergence, has_warmdowns
+from dynamics.claims.data import budgets
 from dynamics.claims.interventions import has_arms, interventions, qat_averages, widths
 from dynamics.claims.outliers import OUTLIERS, outliers
 from dynamics.mechanism.correlation import advantage
@@ -275,6 +276,12 @@ def test_the_error_along_a_converged_constant_rate(tmp_path, error, expected):
     verdicts = judged(tmp_path, SHARES, convergence, error, loss)
     assert verdicts[2].measure.endswith("constant after convergence")
     assert verdicts[2].outcome == expected
+
+
+def test_anneals_of_several_lengths_that_end_together_are_no_budgets(tmp_path):
+    verdicts = judged(tmp_path, SHARES, budgets, by_decay, warmed_down)
+    assert {verdict.outcome for verdict in verdicts} == {NONE}
+    assert "differ in their length alone" in verdicts[0].statistic
 
 
 def planted(target: str, noise: float = 0.3):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dynamics.figures.ends import anneal_against_control
 from dynamics.figures.interventions import has_arms, interventions
 from dynamics.recipes import interventions as recipe
 from study.definition import Study
@@ -10,7 +11,7 @@ from study.figures.figure import figures_of
 from study.measurements.quantization import QuantizationSettings
 from study.recipes.resolve import resolve
 from study.results.table import Row
-from tests.dynamics.drawing import chart_of, drawn
+from tests.dynamics.drawing import chart_of, drawn, layers_of
 from tests.study import synthetic
 from tests.study.synthetic import held_out_loss, relative_error, table_of, write_study
 from train.run.config import RunConfig
@@ -29,7 +30,7 @@ def changed_loss(run: RunConfig, step: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def canvas(tmp_path_factory) -> Canvas:
     settings = QuantizationSettings(
         specs=SPECS, calibration_sequences=16, eval_tokens=12_288, block_tokens=12_288
     )
@@ -39,7 +40,12 @@ def measured(tmp_path_factory):
         patch.setattr(synthetic, "held_out_loss", changed_loss)
         directory = write_study(tmp_path_factory.mktemp("arms") / study.name, study)
         rows = table_of(directory, study)
-    return study, rows, drawn(interventions, Canvas(study, rows, directory))
+    return Canvas(study, rows, directory)
+
+
+@pytest.fixture(scope="module")
+def measured(canvas):
+    return canvas.study, canvas.table, drawn(interventions, canvas)
 
 
 def rows_of(drawing, title: str, arm: str, column: str = QUANTIZED) -> list[dict]:
@@ -146,6 +152,16 @@ def test_averages_are_open_and_all_panels_have_a_legend_of_arms(measured):
     text = str(chart)
     assert "datum.average !== ''" in text
     assert text.count("'title': 'arm'") > 0
+
+
+def test_long_labels_below_an_axis_are_steep(canvas):
+    left, _ = chart_of(drawn(anneal_against_control, canvas))["concat"]
+    angles = {
+        layer["encoding"]["x"]["axis"]["labelAngle"]
+        for layer in layers_of(left)
+        if "axis" in layer.get("encoding", {}).get("x", {})
+    }
+    assert angles == {-35}
 
 
 def without(rows: list[Row], run: str) -> list[Row]:
