@@ -1,10 +1,11 @@
 """Errors of the user: one line that names the next action."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from base.names import nearest
 
@@ -39,20 +40,18 @@ def explain_validation(source: str, error: ValidationError, kind: Any = None) ->
     `kind` is the type that it was to be; its fields are the names that an unknown key may mean.
     """
     problem = error.errors()[0]
-    # After a field of several kinds pydantic puts the kind's name, which is no key of the file.
-    tagged, location = set(_fields_of_kinds(kind)), problem["loc"]
-    parts = [
-        part
-        for part, before in zip(location, ("", *location), strict=False)
-        if before not in tagged
-    ]
-    key = ".".join(map(str, parts)) or "the whole file"
+    key = ".".join(map(str, _keys(problem["loc"], kind))) or "the whole file"
     if problem["type"] == "extra_forbidden":
-        near = nearest(str(problem["loc"][-1]), fields_of(kind)) if problem["loc"] else None
-        hint = f"did you mean {near}?" if near else "remove it or correct its spelling"
+        name = str(problem["loc"][-1]) if problem["loc"] else ""
+        near = nearest(name, fields_of(kind))
+        # It may be the name of a field of another kind.
+        is_other = near not in (None, name)
+        hint = f"did you mean {near}?" if is_other else "remove it or correct its spelling"
         return UserError(f"{source}: unknown key '{key}'; {hint}")
     if problem["type"] == "missing":
         return UserError(f"{source}: key '{key}' is missing; add it")
+    if problem["type"].startswith("union_tag"):
+        return _explain_tag(source, key, problem)
     if problem["type"] == "json_invalid":
         return UserError(f"{source} is not valid JSON ({problem['ctx']['error']}); restore it")
     reason = problem["msg"].removeprefix("Value error, ")
@@ -66,6 +65,29 @@ def explain_validation(source: str, error: ValidationError, kind: Any = None) ->
     )
 
 
+def _explain_tag(source: str, key: str, problem: ErrorDetails) -> UserError:
+    """Return the problem of a value whose kind is not stated, or is none of those there are."""
+    context = problem["ctx"]
+    name = f"{key}.{context['discriminator'].strip("'")}"
+    if problem["type"] == "union_tag_not_found":
+        return UserError(f"{source}: key '{name}' is missing; add it")
+    expected = context["expected_tags"]
+    return UserError(f"{source}: '{name}': '{context['tag']:.80}' is none of {expected}; take one")
+
+
+def _keys(location: Iterable[int | str], kind: Any) -> Iterator[int | str]:
+    """Yield the keys of a location; pydantic puts the kind after a field of several kinds."""
+    tagged, field = set(_fields_of_kinds(kind)), ""
+    for part in location:
+        if isinstance(part, int):  # of a list of such values
+            yield part
+        elif field in tagged:
+            field = ""
+        else:
+            field = part
+            yield part
+
+
 def fields_of(kind: Any) -> Iterator[str]:
     """Yield the names of all fields of a type, and of the types of its fields."""
     for name, _ in _all_fields(kind):
@@ -75,8 +97,16 @@ def fields_of(kind: Any) -> Iterator[str]:
 def _fields_of_kinds(kind: Any) -> Iterator[str]:
     """Yield the names of the fields that have one of several types, told by a key."""
     for name, field in _all_fields(kind):
-        if field.discriminator:
+        if any(info.discriminator for info in (field, *_annotations(field.annotation))):
             yield name
+
+
+def _annotations(kind: Any) -> Iterator[FieldInfo]:
+    """Yield what pydantic is told of a type within others, such as one that may be None."""
+    for part in get_args(kind):
+        if isinstance(part, FieldInfo):
+            yield part
+        yield from _annotations(part)
 
 
 def _all_fields(kind: Any) -> Iterator[tuple[str, FieldInfo]]:

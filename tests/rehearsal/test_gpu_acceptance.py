@@ -34,7 +34,7 @@ FORKS.set_forkserver_preload(["tests.preloaded"])
 
 SECONDS = 600.0  # nothing is timed here: a bound on a check that hangs
 # Start new interpreters.
-TRAINING = {"training, CPU and GPU", "training, tied embeddings"}
+TRAINING = {"training, CPU and GPU", "training, tied embeddings", "perturbations, CPU and GPU"}
 # As a command: tests/rehearsal/test_training.py has that on the stand-in.
 STARTS_TRAINING = {*TRAINING, "DeepSpeed", "saves", "speed, 190M", "speed, 1B"}
 NEEDS_GPU = {

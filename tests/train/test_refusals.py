@@ -1,6 +1,7 @@
 """Bad runs: one line that names the next action, exit code 2, nothing half-written."""
 
 import json
+import re
 import shutil
 import subprocess
 from functools import reduce
@@ -15,7 +16,7 @@ from base.files import write_json
 from base.frozen import fingerprint
 from tests.interpreter import interpreter
 from tests.runs import environment, error_line, execute, make_run, refusal, torchrun
-from train.run.config import with_settings
+from train.run.config import load_run, with_settings
 
 DROPPED = object()
 
@@ -35,6 +36,8 @@ def edit(run_dir: Path, changes: dict[str, Any]) -> None:
 
 SMALLER = {"until_step": 3, "batch_size": 4}
 FP8 = {"precision": "fp8"}
+LAWA = {"kind": "lawa", "interval_steps": 2, "window": 2}
+SAM = {"kind": "sam", "rho": 0.1, "from_step": 1}
 GRAPHS: dict[str, Any] = {"cuda_graphs": True, "micro_batch_size": 2}
 
 
@@ -92,6 +95,34 @@ def test_a_bad_run_is_refused(tmp_path, inputs, changes, words):
     edit(tmp_path / "run", changes)
     assert words in refusal(tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer.matrices": DROPPED}, "key 'optimizer.matrices' is missing; add it"),
+        (
+            {"optimizer.matrices": "shampoo"},
+            "'optimizer.matrices': 'shampoo' is none of 'adamw', 'muon', 'lion', 'soap'; take one",
+        ),
+        ({"averages": [LAWA | {"window": 0}]}, "'averages.0.window'"),
+        ({"perturbation": {"rho": 0.1}}, "key 'perturbation.kind' is missing; add it"),
+        ({"perturbation": SAM | {"rho": 0}}, "'perturbation.rho': Input should be greater than 0"),
+        (
+            {"perturbation": SAM | {"spec": "rtn-b3-g32"}},
+            "unknown key 'perturbation.spec'; remove it or correct its spelling",
+        ),
+        (
+            {"perturbation": SAM | {"every_steps": 1000}},
+            "changes no update up to the last step 20; lower perturbation.every_steps",
+        ),
+    ],
+)
+def test_keys_of_one_of_several_kinds_are_named_as_in_the_file(tmp_path, inputs, changes, words):
+    make_run(tmp_path / "run", **inputs)
+    edit(tmp_path / "run", changes)
+    with pytest.raises(UserError, match=re.escape(words)):
+        load_run(tmp_path / "run" / "run.json")
 
 
 @pytest.mark.parametrize(

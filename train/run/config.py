@@ -222,6 +222,12 @@ class RunConfig(Frozen):
                 f"perturbation.from_step {perturbation.from_step} is after the last step"
                 f" {self.total_steps}; lower it"
             )
+        begin = self.branch_from.step if self.branch_from else 0
+        if not self.perturbed_steps(begin, self.total_steps):
+            raise ValueError(
+                f"perturbation changes no update up to the last step {self.total_steps}; lower"
+                " perturbation.every_steps"
+            )
         perturbation.check(self.model)
 
         sequences = self.ascent_sequences
