@@ -59,8 +59,8 @@ def result_directories(
     """
     if out is not None and (len(hf_dirs) > 1 or len(specs) != len(out)):
         raise UserError(
-            f"{len(specs)} --spec but {len(out)} --out for {len(hf_dirs)} HF directories; give one"
-            " for each --spec of one HF directory, leave it out for several"
+            f"{len(out)} --out for {len(hf_dirs) * len(specs)} result(s); give one for each result"
+            " of one HF directory, leave it out for several"
         )
     directories = [[hf_dir / measurement / spec for spec in specs] for hf_dir in hf_dirs]
     directories = directories if out is None else [out]

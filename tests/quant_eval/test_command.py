@@ -266,7 +266,7 @@ def test_results_lie_beside_their_models_by_default(command, tmp_path, hf_dir):
 
 def test_specs_and_outs_must_pair(command, tmp_path):
     outs = ["--out", tmp_path / "a", "--out", tmp_path / "b"]
-    assert_refused(command("--spec", "rtn-b3-g16", *outs), tmp_path, "1 --spec but 2 --out")
+    assert_refused(command("--spec", "rtn-b3-g16", *outs), tmp_path, "2 --out for 1 result(s)")
     same = ["--spec", "rtn-b3-g16", "--out", tmp_path / "a"]
     assert_refused(command(*same, *same), tmp_path, "same directory")
 

@@ -257,7 +257,7 @@ def test_an_engine_keeps_the_exact_weights_that_the_plan_counts(tmp_path):
 
 @pytest.mark.parametrize(("sequences", "copies"), [(None, 1), (4, 1), (2, 2)])
 def test_ascents_keep_copies_of_main_weights(tmp_path, sequences, copies):
-    """Of two sequences each the gradients are summed, too: a share is what the main weights are."""
+    """Groups of two sequences have a sum of gradients, too: a share is what the main weights are."""
     sam = Sam(rho=0.05, sequences=sequences, from_step=1)
     parts = rank_memory(
         small_run(tmp_path / "run", precision="bf16", perturbation=sam), 2
