@@ -49,9 +49,37 @@ def words_at(key: str, places: Tensor) -> Tensor:
         >>> words_at("a stream", torch.tensor([4, 5, 6, 7])).equal(words("a stream", 4, 8))
         True
     """
-    state = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-    # The state after n steps is the seed plus n increments: no word needs those before it.
-    mixed = (places + 1) * GOLDEN + _signed(state)
-    mixed = _xor_shift(mixed, 30) * MULTIPLIERS[0]
-    mixed = _xor_shift(mixed, 27) * MULTIPLIERS[1]
-    return _xor_shift(mixed, 31)
+    return _xor_shift(_mixed(places * GOLDEN + _first_state(key)), 31)
+
+
+def upper_halves_at(key: str, *places: Tensor) -> Tensor:
+    """Return the upper 32 bits of the words at sums of places, which broadcast, as int32.
+
+    They are those of `words_at`, at two thirds of the memory traffic.
+
+    Example: a matrix of 4 columns.
+        >>> first_of_rows, columns = torch.tensor([[0], [4]]), torch.arange(4)
+        >>> halves = upper_halves_at("a stream", first_of_rows, columns)
+        >>> halves.flatten().equal((words("a stream", 0, 8) >> 32).int())
+        True
+    """
+    first, *others = (place * GOLDEN for place in places)
+    states = first + _first_state(key)
+    for other in others:
+        states = states + other
+    # In memory the upper half comes second. Of it the last step changes one bit.
+    upper = _mixed(states).view(torch.int32)[..., 1::2]
+    return upper ^ ((upper >> 31) & 1)
+
+
+def _first_state(key: str) -> int:
+    """Return the state of the stream's first word."""
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    return _signed(seed + GOLDEN)
+
+
+def _mixed(states: Tensor) -> Tensor:
+    """Return the words of states, but for their last step."""
+    # A state is the first one plus an increment for each step: no word needs those before it.
+    mixed = _xor_shift(states, 30) * MULTIPLIERS[0]
+    return _xor_shift(mixed, 27) * MULTIPLIERS[1]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from base.random_words import words_at
-from train.engine import LinearPart
+from base.random_words import upper_halves_at
+from train.engine import Change, LinearPart
 from train.model.config import ModelConfig, parameter_shapes
 from train.model.initialization import standard_normal
 from train.run.config import RunConfig
@@ -28,7 +28,7 @@ from train.run.perturbation import Noise, Qat, WeightGrid, module_name
 Change = Callable[[LinearPart, Tensor], Tensor]
 
 PROBING = "quant_eval.probing"
-WORDS_AT_ONCE = 1 << 22  # of 8 bytes, and as much again a few times
+WORDS_AT_ONCE = 1 << 24  # of 8 bytes, and as much again a few times
 
 
 def rounded(settings: Qat, run: RunConfig, linears: Sequence[LinearPart]) -> Change:
@@ -67,34 +67,35 @@ def noisy(settings: Noise, run: RunConfig, step: int) -> Change:
 
         changed_OI = weight_OI.to(torch.float32, copy=True)
         for rows in _some_rows(weight_OI):
-            places_OI = _places(linear, rows, weight_OI, inputs)
-            words_OI = words_at(f"{run.seed}/{step}/{linear.name}", places_OI)
+            places = _places(linear, rows, weight_OI, inputs)
+            halves_OI = upper_halves_at(f"{run.seed}/{step}/{linear.name}", *places)
+            noise_OI = centered(halves_OI, settings.distribution)
             step_OI = sizes_OG[rows].repeat_interleave(width, dim=1)
-            step_OI = _own_columns(linear, step_OI, weight_OI.shape[1])
-            noise_OI = step_OI * centered(words_OI, settings.distribution)
-            changed_OI[rows] = changed_OI[rows] + noise_OI
+            noise_OI.mul_(_own_columns(linear, step_OI, weight_OI.shape[1]))
+            changed_OI[rows].add_(noise_OI)
         return changed_OI
 
     return change
 
 
 def centered(words: Tensor, distribution: str) -> Tensor:
-    """Return a number for each random word, fp32, of variance 1 / 12: uniform in +-1/2, or normal.
+    """Return a number for each of 32 bits, fp32, of variance 1 / 12: uniform in +-1/2, or normal.
 
     The same on any device: only numbers that fp32 holds exactly, sums and products.
 
     Args:
-        words: int64 of any shape.
+        words: random int32 of any shape.
         distribution: of `Noise`.
 
     Example: the ends of the uniform ones are 2^-25 from -1/2 and 1/2.
-        >>> centered(torch.tensor([0, -1]), "uniform").tolist() == [2**-25 - 1 / 2, 1 / 2 - 2**-25]
+        >>> ends = centered(torch.tensor([0, -1], dtype=torch.int32), "uniform")
+        >>> ends.tolist() == [2**-25 - 1 / 2, 1 / 2 - 2**-25]
         True
     """
     if distribution == "uniform":
         # 24 bits and the half that keeps them off the ends: odd multiples of 2^-25.
-        return ((words >> 40) & ((1 << 24) - 1)).float().add_(0.5 - (1 << 23)).mul_(2.0**-24)
-    return standard_normal((words >> 32).int()).mul_(math.sqrt(1 / 12))
+        return ((words >> 8) & ((1 << 24) - 1)).float().add_(0.5 - (1 << 23)).mul_(2.0**-24)
+    return standard_normal(words).mul_(math.sqrt(1 / 12))
 
 
 def _of_probing(name: str) -> Any:
@@ -109,12 +110,17 @@ def _some_rows(weight_OI: Tensor) -> Iterator[slice]:
         yield slice(begin, min(begin + count, rows))
 
 
-def _places(linear: LinearPart, rows: slice, weight_OI: Tensor, inputs: int) -> Tensor:
-    """Return the places of some rows of this rank in the whole weight, counted along its rows."""
+def _places(
+    linear: LinearPart, rows: slice, weight_OI: Tensor, inputs: int
+) -> tuple[Tensor, Tensor]:
+    """Return the places of some rows of this rank in the whole weight, counted along its rows.
+
+    They are sums: of the beginnings of rows [O, 1], and of columns [I].
+    """
     device = weight_OI.device
     row_O = torch.arange(linear.row + rows.start, linear.row + rows.stop, device=device)
     column_I = torch.arange(linear.column, linear.column + weight_OI.shape[1], device=device)
-    return row_O[:, None] * inputs + column_I
+    return row_O[:, None] * inputs, column_I
 
 
 def _whole_groups(linear: LinearPart, weight_OI: Tensor, inputs: int, grid: WeightGrid) -> Tensor:
