@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, AnyOptimizer] = {
         AdamW(peak_lr=8e-3),
         Muon(peak_lr=4e-3),
         Soap(peak_lr=8e-3),
-        # As much decay in a step, rate x weight decay, as AdamW has at its peak.
+        # Nearly as much decay in a step, rate x weight decay, as AdamW has at its peak.
         Lion(peak_lr=1e-3, beta2=0.95, weight_decay=0.7),
     )
 }
