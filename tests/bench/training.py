@@ -113,11 +113,10 @@ def plain_step(
     return step, save
 
 
-def build(name: str, device: torch.device) -> Engine:
-    """The engine `name` on the bench's model."""
+def build(run: RunConfig, device: torch.device) -> Engine:
+    """The engine of a run with its first weights."""
     from train.engines import build_engine
 
-    run = bench_run(name)
     engine = build_engine(run, device)
     engine.start_from(lambda weight: initial_parameter(weight, run.model, run.seed))
     return engine
@@ -165,7 +164,7 @@ def main() -> None:
     shape = (run.batch_size, run.data.sequence_length + 1)
     tokens_BS = torch.randint(MODEL.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = Batch.of(tokens_BS)
-    engines = {name: build(name, device) for name in ("megatron", "deepspeed")}
+    engines = {name: build(bench_run(name), device) for name in ("megatron", "deepspeed")}
     plain, plain_save = plain_step(run, tokens_BS)
     calls: dict[str, Callable[[], object]] = {"plain": plain}
     for name, engine in engines.items():
