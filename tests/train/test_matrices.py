@@ -96,14 +96,14 @@ def update(engine, run):
         gradients = [weights.clone() for weights in engine.weights()]
         for weights, before, gradient in zip(engine.weights(), saved, gradients, strict=True):
             weights.copy_(before)
-            flat = gradient
             owner = next(
                 parameter
                 for group in inner(engine).param_groups
                 for parameter in group["params"]
                 if parameter.data_ptr() == weights.data_ptr()
             )
-            owner.grad = torch.nn.functional.pad(flat, (0, owner.numel() - flat.numel()))
+            padding = 0, owner.numel() - gradient.numel()
+            owner.grad = torch.nn.functional.pad(gradient, padding)
         inner(engine).set_rate(1e-2)
         inner(engine).step()
         engine.publish_weights()

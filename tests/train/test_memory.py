@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -137,7 +138,8 @@ def build_and_measure(*run_dirs: str) -> None:
         older = living(torch.nn.Module) + living(torch.optim.Optimizer)
         known = set(map(id, older))
         run = load_run(run_dir / "run.json")
-        engine = build_engine(run, device)
+        with mock.patch("train.deepspeed.setup.ZERO_PREFETCH_ELEMENTS", 0):
+            engine = build_engine(run, device)
         draw_weights(engine, run)
         modules = [module for module in living(torch.nn.Module) if id(module) not in known]
         optimizers = [
@@ -152,13 +154,25 @@ def build_and_measure(*run_dirs: str) -> None:
             lambda: engine.train_step(batch, 1e-3, lambda _: True),  # noqa: B023
             list(weights.values()),
         )
-        sizes = {"kept": kept, "held": bytes_held(engine, run, list(weights.values()), optimizers)}
+        parameters = list(weights.values())
+        sizes = {"kept": kept, "held": bytes_held(engine, run, parameters, optimizers)}
+        if run.zero.stage == 3:
+            sizes["gathered"] = most_gathered(engine, parameters, batch)
         (run_dir / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(sizes))
         if run.averages:
             save(engine, run_dir / "whole")
             save(engine, run_dir / "weights", weights_only=True)
         leave_layout(run)
     engine.close()
+
+
+def most_gathered(engine: Engine, parameters: list[Tensor], batch: Batch) -> int:
+    """Most bytes at once of parameters that have their values, whenever a module has computed."""
+    sizes: list[int] = []
+    handle = register_module_forward_hook(lambda *_: sizes.append(size_of(parameters)))
+    engine.evaluate(batch)
+    handle.remove()
+    return max(sizes)
 
 
 def measured(root: Path, *runs: RunConfig) -> dict[str, list[dict]]:
@@ -256,6 +270,9 @@ def test_deepspeed_engine(tmp_path):
     sizes = measured(tmp_path, *runs)
     for run in runs:
         assert [rank["held"] for rank in sizes[run.name]] == [exact_part(run)] * 2
+    with mock.patch("train.planning.memory.ZERO_PREFETCH_ELEMENTS", 0):
+        planned = rank_memory(runs[-1], 2).components["gathered weights"]
+    assert [rank["gathered"] for rank in sizes["zero3"]] == [planned] * 2
     disk = checkpoint_bytes(runs[0])
     assert bytes_below(tmp_path / "zero1" / "whole") == pytest.approx(disk.full_each, rel=0.05)
     assert bytes_below(tmp_path / "zero1" / "weights") == pytest.approx(disk.weights_each, rel=0.05)

@@ -26,7 +26,7 @@ from train.planning.speed import (
     arrangement_of,
 )
 from train.run.config import RunConfig
-from train.run.parallel import ParallelConfig
+from train.run.parallel import ParallelConfig, ZeroConfig
 
 H, F, V, LAYERS, S = 4096, 11_008, 100_352, 32, 4096  # of OLMo2-7B
 LAYER = 4 * H * H + 3 * H * F
@@ -216,6 +216,19 @@ def test_communication_by_closed_forms():
     # a replica's computing hides all but a tenth
     exposed = 0.1 * weights * 6 * 63 / 64 / (8 * EXPECTED.network)
     assert at(EXPECTED).causes()["between replicas"] == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize(
+    ("stage", "recompute", "reductions", "gathers"),
+    [(1, "none", 1, 1), (2, "none", 128, 1), (3, "none", 128, 256), (3, "layers", 128, 384)],
+)
+def test_zero_reduces_and_gathers_fp32(stage, recompute, reductions, gathers):
+    """128 microbatches of 8 GPUs; stage 3 gathers before each forward and each backward pass."""
+    weights = LAYERS * LAYER + 2 * V * H
+    links = FREE._replace(hidden=0, link=300e9)
+    zero = {"engine": "deepspeed", "zero": ZeroConfig(stage=stage), "recompute": recompute}
+    once = weights * 4 * 7 / 8 / 300e9
+    assert at(links, 8, **zero).seconds == pytest.approx((reductions + gathers) * once)
 
 
 def test_a_pipeline_waits_for_its_last_stage_and_fills_and_drains():

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from train.planning.memory import ZERO_BUCKET_ELEMENTS, ZERO_PREFETCH_ELEMENTS, parameter_count
 from train.run.config import RunConfig
 
 NEVER = 2**40  # steps
-BUCKET_ELEMENTS = 500_000_000  # reduced at once
 
 # Read by DeepSpeed at its import, which announces the accelerator it finds by itself.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -43,6 +43,8 @@ def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
     reduced: the model rounds the factors of products itself. DeepSpeed's `torch_autocast` would be
     torch's autocast too, but around the training step alone, and reduces gradients in bf16.
     """
+    # DeepSpeed allocates all of it, whatever it fills.
+    reduced = min(ZERO_BUCKET_ELEMENTS, parameter_count(run))
     return {
         "train_batch_size": run.batch_size,
         "train_micro_batch_size_per_gpu": run.micro_batch_size,
@@ -59,10 +61,11 @@ def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
             "sub_group_size": NEVER,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": ZERO_PREFETCH_ELEMENTS,
             "stage": run.zero.stage,
             "overlap_comm": True,
-            "reduce_bucket_size": BUCKET_ELEMENTS,
-            "allgather_bucket_size": BUCKET_ELEMENTS,
+            "reduce_bucket_size": reduced,
+            "allgather_bucket_size": ZERO_BUCKET_ELEMENTS,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "round_robin_gradients": False,

@@ -4,6 +4,9 @@ Adam's second moment of a gradient G is kept in the eigenbases of averages of G 
 two sides of Shampoo's preconditioner. A step of orthogonal iteration follows them every few
 updates. The momentum stays in the basis of the weights.
 
+This is the paper's algorithm 3 after a first gradient that gives bases alone, as in the authors'
+code. That code also sorts a basis by eigenvalue before it is refreshed.
+
 Queries, keys, values, gate and up have bases one by one, as HF and OLMo2 have them.
 """
 
@@ -90,7 +93,7 @@ class Soap(AdamMoments, MatrixOptimizer):
     ) -> "Tensor":
         """Return Adam's update of a gradient in the eigenbases, and update its states.
 
-        The first gradient gives the bases and moves nothing, so that no basis is of the gradient
+        The first gradient gives the bases and no direction, so that no basis is of the gradient
         that it turns. Everything is in fp32.
         """
         if step.number == 1:

@@ -224,12 +224,13 @@ def _activations(config: RunConfig, stage: int, replicas: int) -> dict[str, int]
     return components
 
 
-def _changed_bytes(config: RunConfig, share: int) -> dict[str, int]:
+def _changed_bytes(config: RunConfig, share: int, replicas: int) -> dict[str, int]:
     """Return the exact values that a perturbed update restores, and a sum of its gradients.
 
     Args:
         config: of the run.
         share: main weights of the rank.
+        replicas: number of data-parallel ranks.
     """
     match config.perturbation:
         case None:
@@ -240,6 +241,8 @@ def _changed_bytes(config: RunConfig, share: int) -> dict[str, int]:
             return kept | ({"sums of gradients, fp32": share * FP32} if has_groups else {})
         case perturbation:
             weights = sum(_changed_sizes(config, perturbation)) // config.parallel.pipeline
+            if config.zero.stage == 3:
+                weights = -(-weights // replicas)
             return {"exact weights": weights * bytes_of_weight(config)}
 
 
@@ -302,7 +305,7 @@ def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
         **rank_states(config, count, replicas),
         "averages, fp32": share * FP32 * num_slots(config),
     }
-    state |= _changed_bytes(config, share)
+    state |= _changed_bytes(config, share, replicas)
     if config.precision in FP8_RECIPES:
         # Transformer Engine keeps them from the first microbatch to the last, for the products
         # along their rows and those along their columns.
@@ -317,15 +320,25 @@ def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
             state["main weights, fp32"] = 0
     elif config.zero.stage == 1:  # those of the model and, reduced, a share
         state["gradients, fp32"] += share * FP32
-    else:  # DeepSpeed fills one bucket while it reduces the other
+    else:  # DeepSpeed fills one bucket while it reduces the other, or in stage 3 a copy of it
         state["gradients, fp32"] = share * FP32
         state["communication buckets"] = 2 * min(ZERO_BUCKET_ELEMENTS, count) * FP32
         if config.zero.stage == 3:
             state["weights"] = share * d
-            # Of the module that computes, the embedding at most, and of those that come next.
-            largest = max(map(math.prod, parameter_shapes(config.model).values()))
-            state["gathered weights"] = min(largest + ZERO_PREFETCH_ELEMENTS, count) * d
+            state["gathered weights"] = min(_gathered(config), count) * d
     return state
+
+
+def _gathered(config: RunConfig) -> int:
+    """Return the weights that ZeRO stage 3 gathers at once.
+
+    They are those of the head, which the losses read, through all of a pass, of one other module,
+    and of those that come next.
+    """
+    sizes = list(map(math.prod, parameter_shapes(config.model).values()))
+    head = config.model.vocab_size * config.model.hidden_size
+    sizes.remove(head)
+    return head + max(sizes) + ZERO_PREFETCH_ELEMENTS
 
 
 def rank_memory(config: RunConfig, world_size: int) -> RankMemory:

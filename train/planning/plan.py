@@ -54,9 +54,9 @@ def fitting_layouts(
 ) -> list[Layout]:
     """Return the layouts that fit into memory, the fastest by the roofline first.
 
-    The search covers tensor sizes that divide a node, pipeline sizes that divide the layers, and
-    `recompute`; each with its fastest micro batch, up to the run's own. Of equals the simplest
-    split comes first, and of its layouts the one that recomputes least.
+    The search covers tensor sizes that divide a node and pipeline sizes that divide the layers, or
+    ZeRO's stages, and `recompute`; each with its fastest micro batch, up to the run's own. Of
+    equals the simplest split comes first, and of its layouts the one that recomputes least.
     """
     machine = world_size, gpus_per_node, gpu
     layouts = [

@@ -15,6 +15,7 @@ bytes of an activation.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from base.errors import UserError
@@ -188,12 +189,12 @@ ROUNDING = {  # QAT, by the first word of the spec
     "fp8e5m2": Changing(76, 6, 25),
     "mxfp8": Changing(85, 6, 55),
     "mxfp4": Changing(139, 6, 64),
-    "nvfp4": Changing(143, 6, 67),
+    "nvfp4": Changing(147, 10, 71),
     "ternary": Changing(67, 6, 26),
     "binary": Changing(73, 6, 23),
 }
-# Random words are of 64 bits, which most of the bytes mix.
-NOISE = Changing(400, 8, 73)
+# Random words are of 64 bits, which most of the bytes mix. Linears above 16M weights start more.
+NOISE = Changing(392, 12, 84)
 # An fp32 main weight in an ascent of SAM and its end: copied, moved along the gradient, restored;
 # and then each time written to the model's weights. With several ascents gradients are summed, too.
 ASCENT, SUM = (8 + 12 + 8 + 2 * FP32), 12
@@ -278,14 +279,16 @@ class Roofline:
         changed = [name for name in hidden_matrices(run.model) if perturbation.takes(name)]
         stages = run.parallel.pipeline
         weights = sum(math.prod(shapes[name]) for name in changed) / stages
-        wider = kernels.wider if weights_dtype(run.engine, run.precision) == "fp32" else 0
+        wider = kernels.wider if self._w == FP32 else 0
         moved = self._moved(weights * (kernels.weight + wider))
 
         # Each rank has a part of every linear. The host reads of each whether its scales are
         # finite, and never runs far ahead, so that a CUDA graph would not help.
         started = len(changed) / stages * (kernels.starts * self.rates.start + self.rates.sync)
-        # All weights are needed at once, so the first microbatch hides no gather of them.
-        waited = self._collective(self._d) - self._gathering
+        if run.zero.stage == 3:  # the linears are gathered once more, one by one
+            waited = self._collective(weights * self._w)
+        else:  # all weights are needed at once, so the first microbatch hides no gather of them
+            waited = self._collective(self._stage_weights() * self._w) - self._gathering
         return {"changing weights": moved + started, "waiting for weights": waited}
 
     def _ascending(self, sam: Sam) -> dict[str, float]:
@@ -294,16 +297,21 @@ class Roofline:
         See `train.ascending`: two passes of the engine for each group, all but the last of which
         publish the weights that they leave.
         """
-        run, replicas = self.run, self._replicas
+        run, replicas, stage = self.run, self._replicas, self.run.zero.stage
         groups = run.batch_size // (sam.sequences or run.batch_size)
         more = 2 * groups - 1
         zeroed = FP32 + FP32 / replicas  # and read for the norm
-        ascents = groups * (ASCENT + 2 * self._d) + (SUM * groups if groups > 1 else 0)
+        ascents = groups * (ASCENT + 2 * self._w) + (SUM * groups if groups > 1 else 0)
         moved = self._stage_weights() * (more * zeroed + ascents / replicas)
+
+        # What every microbatch takes is taken twice, whatever the groups.
+        reducing = self._reducing if stage > 1 else more * self._reducing
+        published = more * self._collective(self._stage_weights() * self._w)
+        gathering = self._gathering if stage == 3 else published
         return {
             "second passes": self._microbatches * sum(self._slowest.values()),
             "pipeline bubble": more * self._bubble,
-            "between replicas": more * (self._reducing + self._collective(self._d)),
+            "between replicas": reducing + gathering,
             "steps up the loss": moved / (self.rates.bandwidth * self.gpu.bandwidth),
             "host": more * self.rates.host,
         }
@@ -316,7 +324,7 @@ class Roofline:
     def _microbatches(self) -> int:
         return self.run.batch_size // (self._replicas * self.run.micro_batch_size)
 
-    @property
+    @cached_property
     def _slowest(self) -> dict[str, float]:
         """The seconds of a microbatch by cause on the slowest stage."""
         ends = (0, self.run.parallel.pipeline - 1)  # those between have less
@@ -329,13 +337,25 @@ class Roofline:
 
     @property
     def _reducing(self) -> float:
-        """The seconds of reducing gradients that the last microbatch's backward does not hide."""
-        return self._exposed(FP32, 2 / 3)
+        """The seconds of reducing gradients that backward passes do not hide.
+
+        ZeRO stages 2 and 3 reduce those of every microbatch.
+        """
+        stage = self.run.zero.stage
+        times = self._microbatches if stage > 1 else 1
+        # A third each of a microbatch hides it and the gather for the backward pass.
+        return times * self._exposed(FP32, 1 / 3 if stage == 3 else 2 / 3)
 
     @property
     def _gathering(self) -> float:
-        """The seconds of gathering weights that the first microbatch's forward does not hide."""
-        return self._exposed(self._d, 1 / 3)
+        """The seconds of gathering weights that forward passes, and others, do not hide.
+
+        ZeRO stage 3 gathers before each pass of every microbatch, all others after the update.
+        """
+        times = 1
+        if self.run.zero.stage == 3:  # forward, recomputed, backward
+            times = self._microbatches * (3 if self.run.recompute == "layers" else 2)
+        return times * self._exposed(self._w, 1 / 3)
 
     @property
     def _kernels(self) -> Kernels:
@@ -348,6 +368,11 @@ class Roofline:
     @property
     def _d(self) -> int:
         return FP32 if dtype_of(self.run.precision) == "fp32" else 2
+
+    @property
+    def _w(self) -> int:
+        """Bytes of a weight that the model computes with."""
+        return FP32 if weights_dtype(self.run.engine, self.run.precision) == "fp32" else 2
 
     @property
     def _tokens(self) -> int:
@@ -456,24 +481,27 @@ class Roofline:
         layers = model.num_hidden_layers // parallel.pipeline * product_weights(model)
         return (layers + tables * model.vocab_size * model.hidden_size) / parallel.tensor
 
-    def _collective(self, size: int) -> float:
-        """Return the seconds of reducing or gathering `size` bytes of each weight over replicas."""
+    def _collective(self, count: float) -> float:
+        """Return the seconds of reducing or gathering so many bytes over replicas."""
         parallel, rates, replicas = self.run.parallel, self.rates, self._replicas
         speed = rates.link
         if replicas * parallel.tensor > self.gpus_per_node:  # all groups of a node share adapters
             speed = rates.network * self.gpus_per_node / parallel.tensor
-        return self._stage_weights() * (replicas - 1) / replicas * size / speed
+        return count * (replicas - 1) / replicas / speed
 
     def _exposed(self, size: int, part: float) -> float:
-        """Return the seconds of a collective less what that part of a microbatch hides."""
-        seconds = self._collective(size)
+        """Return the seconds of a collective of all weights less what part of a microbatch hides.
+
+        It has `size` bytes of each.
+        """
+        seconds = self._collective(self._stage_weights() * size)
         hiding = part * sum(self._slowest.values())
         return seconds - min(hiding, self.rates.hidden * seconds)
 
     def _optimizer(self, replicas: int) -> float:
         """Return the seconds of zeroing gradients, and of the update of a replica's share."""
         # Gradients are read for their norm and for the update, main weights and moments written.
-        update = (2 * FP32 + 6 * FP32 + self._d) / replicas
+        update = (2 * FP32 + 6 * FP32 + self._w) / replicas
         moved = self._stage_weights() * (FP32 + update)
         return moved / (self.rates.bandwidth * self.gpu.bandwidth)
 
