@@ -6,20 +6,18 @@ ones. Loss and gradient norm of such an update are those at the changed weights.
 held-out losses, probes and averages never see one: an update that an error ends leaves the engine
 with changed weights, and the run ends with it, without a save.
 
-Settings are in `train.run.perturbation`; the passes of SAM are in `train.ascending`. Weights are
-rounded by functions of `quant_eval` that are looked up by their names, as in `train.rounding`.
+The weights that are changed are those that the engine computes with: bf16 ones under megatron in
+bf16, whose changed values are bf16 again, and else fp32 ones, which DeepSpeed in bf16 casts in its
+products. An export in fp32 or bf16 has the same weights, and `quant_eval run` rounds them alike.
 
-Shapes: O output features (rows), I input features.
+Settings are in `train.run.perturbation`, changes of weights in `train.weight_changes`, the passes
+of SAM in `train.ascending`.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import assert_never
 
-import torch
-from torch import Tensor
-
-from base.random_words import words_at
 from train.ascending import after_ascent
 from train.data.batches import Batch
 from train.engine import Accept, Engine, Flags, LinearPart, StepResult
@@ -66,22 +64,10 @@ def _with_changed_linears(
     flags: Flags = tuple,
 ) -> StepResult:
     """Run the engine's `train_step` at changed weights of linears; update the exact ones."""
-    linears = engine.linears()
-    change = _change_of(settings, run, step, linears)
-    pieces: list[Tensor] = []
-    exact: list[Tensor] = []
-    for linear in linears:
-        if settings.takes(linear.name):
-            weight_OI = torch.cat(linear.pieces)
-            changed_OI = change(linear, weight_OI)
-            pieces.extend(linear.pieces)
-            rows = [len(piece) for piece in linear.pieces]
-            exact.extend(weight_OI.split(rows))
-            torch._foreach_copy_(list(linear.pieces), list(changed_OI.split(rows)))
+    restore = engine.change_linears(_change_of(settings, run, step, engine.linears()))
 
     def restore(result: StepResult) -> bool:
         torch._foreach_copy_(pieces, exact)
         return accept(result)
 
-    with torch.enable_grad():
-        return engine.train_step(batch, learning_rate, restore, flags)
+    return engine.train_step(batch, learning_rate, restored, flags)

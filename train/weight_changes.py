@@ -19,10 +19,10 @@ from torch import Tensor
 
 from base.random_words import upper_halves_at
 from train.engine import Change, LinearPart
-from train.model.config import ModelConfig, parameter_shapes
+from train.model.config import ModelConfig, input_groups, parameter_shapes
 from train.model.initialization import standard_normal
 from train.run.config import RunConfig
-from train.run.perturbation import Noise, Qat, WeightGrid, module_name
+from train.run.perturbation import Noise, Qat, WeightGrid
 
 # Returns the weight [O, I] of this rank that replaces the one given, with its numbers in fp32.
 Change = Callable[[LinearPart, Tensor], Tensor]
@@ -151,30 +151,16 @@ def _largest(model: ModelConfig, linears: Sequence[LinearPart]) -> dict[str, Ten
 
     By the name of each. Every rank has to call it, and the ranks reduce once.
     """
-    inputs: dict[str, list[int]] = {}
-    for index, linear in enumerate(linears):
-        inputs.setdefault(_input_of(model, linear.name), []).append(index)
-    largest_L = torch.stack(
-        [torch.stack([part.abs().amax() for part in linear.pieces]).amax() for linear in linears]
-    ).float()
-    if linears[0].ranks is not None:
-        dist.all_reduce(largest_L, dist.ReduceOp.MAX, group=linears[0].ranks)
-    return {
-        linears[index].name: torch.stack([largest_L[each] for each in indices]).amax().view(1)
-        for indices in inputs.values()
-        for index in indices
-    }
+    ranks = None
+    group_of = {name: names for names in input_groups(model) for name in names}
+    maxima: dict[tuple[str, ...], list[Tensor]] = {}
+    for linear in linears:
+        ranks = linear.ranks
+        parts = [part.abs().amax() for part in linear.pieces]
+        maxima.setdefault(group_of[linear.name], []).extend(parts)
 
-
-def _input_of(model: ModelConfig, name: str) -> str:
-    """Return a name of the input of a linear, the same for all that read it.
-
-    >>> from train.model.presets import OLMO2_30M
-    >>> _input_of(OLMO2_30M, "model.layers.0.mlp.up_proj.weight")
-    'model.layers.0.mlp.gate_proj'
-    """
-    module = module_name(name)
-    parent = name.removesuffix(f".{module}.weight")
-    # Modules of one place do not feed each other: they read the same.
-    first = next(place[0] for place in model.row.data_flow if module in place)
-    return f"{parent}.{first}"
+    largest_G = torch.stack([torch.stack(parts).amax() for parts in maxima.values()]).float()
+    if ranks is not None:
+        dist.all_reduce(largest_G, dist.ReduceOp.MAX, group=ranks)
+    of_groups = zip(maxima, largest_G.split(1), strict=True)
+    return {name: largest for names, largest in of_groups for name in names}
