@@ -2,7 +2,7 @@
 
 `train.loop` calls them; `train.megatron.engine` and `train.deepspeed.engine` implement them.
 
-Shapes: B sequences, S tokens, V vocabulary.
+Shapes: B sequences, S tokens, V vocabulary; O output features (rows), I input features.
 """
 
 import math
@@ -102,6 +102,12 @@ class LinearPart(NamedTuple):
     column: int = 0
     ranks: ProcessGroup | None = None
 
+    def copy_(self, weight_OI: Tensor) -> None:
+        """Write this rank's part of the weight."""
+        rows = [len(piece) for piece in self.pieces]
+        for piece, values in zip(self.pieces, weight_OI.split(rows), strict=True):
+            piece.copy_(values)
+
 
 class Snapshot(Protocol):
     """A copy of the state of one step: training may continue while it is written."""
@@ -122,18 +128,19 @@ Change = Callable[[Linear, Tensor], Tensor | None]
 @torch.no_grad()
 def change_in_place(linears: Iterable[Linear], change: Change) -> Callable[[], None]:
     """Replace live weights by what `change` returns; return what restores them bit for bit."""
-    pieces: list[Tensor] = []
-    exact: list[Tensor] = []
+    exact: list[tuple[LinearPart, Tensor]] = []
     for linear in linears:
         weight_OI = torch.cat(linear.pieces)
         changed_OI = change(linear, weight_OI)
-        if changed_OI is None:
-            continue
-        rows = [len(piece) for piece in linear.pieces]
-        pieces.extend(linear.pieces)
-        exact.extend(weight_OI.split(rows))
-        torch._foreach_copy_(list(linear.pieces), list(changed_OI.split(rows)))
-    return partial(torch._foreach_copy_, pieces, exact) if pieces else lambda: None
+        if changed_OI is not None:
+            exact.append((linear, weight_OI))
+            linear.copy_(changed_OI)
+
+    def restore() -> None:
+        for linear, weight_OI in exact:
+            linear.copy_(weight_OI)
+
+    return restore
 
 
 class Engine(Protocol):
@@ -216,18 +223,19 @@ class Engine(Protocol):
         """
         ...
 
-    def linears(self) -> list[LinearPart]:
-        """Return the weights of the blocks' linears that the model computes with, live.
+    def linears(self) -> Iterable[LinearPart]:
+        """Return the weights of the blocks' linears that the model computes with, to be read.
 
-        This rank's rows or columns of each. They may share memory with the main weights: who writes
-        to them restores them, at the latest when `accept` is asked.
+        This rank's rows or columns of each. ZeRO stage 3 gathers each as it is asked for: all ranks
+        ask for all of them.
         """
         ...
 
     def change_linears(self, change: Change) -> Callable[[], None]:
         """Have the model compute with changed weights; return what restores them, bit for bit.
 
-        `change` is asked for every linear of `linears()`. All ranks call both.
+        `change` is asked for every linear of `linears()`. All ranks call both. The weights may
+        share memory with the main ones: they are restored at the latest when `accept` is asked.
         """
         ...
 

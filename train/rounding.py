@@ -9,11 +9,9 @@ Shapes: O output features (rows), I input features.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
-import torch
 from torch import Tensor
 
 from base.hessian import row_output_errors
@@ -70,12 +68,21 @@ class QuantizationProbe:
         figures = {f"{QUANTIZATION}/{HELD_OUT_LOSS}": loss}
         for bits in settings.bits:
             rtn, _ = settings.specs(bits)
-            with rounded(self._engine, rtn, self._rounding):
-                quantized = self._engine.evaluate(self._share)
+            quantized = self._rounded_loss(rtn)
             figures[f"{QUANTIZATION}/{rtn}/{HELD_OUT_LOSS}"] = quantized
             figures[f"{QUANTIZATION}/{rtn}/absolute_error"] = quantized - loss
         figures |= self._output_errors(settings)
         return figures | {"probe_seconds": time.monotonic() - began_at}
+
+    def _rounded_loss(self, spec: str) -> float:
+        """Return the loss with weights rounded by a spec."""
+        restore = self._engine.change_linears(
+            lambda linear, weight_OI: self._rounding([spec], weight_OI, None, linear.name)[0]
+        )
+        loss = self._engine.evaluate(self._share)
+        # Not in a `finally`: an error, perhaps of one rank alone, ends the run without a save.
+        restore()
+        return loss
 
     def _output_errors(self, settings: ProbeConfig) -> dict[str, float]:
         """Return output errors of some linears, each from the rank that has it."""
@@ -102,14 +109,3 @@ def output_errors(
         error = error_O.sum()
         errors[spec] = float(error / norm_O.sum()) if error else 0.0  # 0 of a dead linear
     return errors
-
-
-@contextmanager
-@torch.no_grad()
-def rounded(engine: Engine, spec: str, rounding: Rounding) -> Iterator[None]:
-    """Compute with rounded weights within the block, then with the exact ones again."""
-    restore = engine.change_linears(
-        lambda linear, weight_OI: rounding([spec], weight_OI, None, linear.name)[0]
-    )
-    yield
-    restore()

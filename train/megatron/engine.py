@@ -172,7 +172,7 @@ class MegatronEngine:
             return record_forward(self._pipeline, batch)
 
     def linears(self) -> list[LinearPart]:
-        """Return the weights of this stage's linears that the model computes with, live."""
+        """Return the weights of this stage's linears that the model computes with, to be read."""
         self._memory.fence()
         self._pipeline.model.finish_gather()
         return list(linears(self.run.model, self._pipeline.model.module))
