@@ -54,7 +54,7 @@ class SnapshotMemory:
         """Return copies of tensors as they are now.
 
         With CUDA they are made while training continues: `fence` before what they are made of
-        changes. The originals have to live until then.
+        changes. An original that is dropped keeps its memory until it is copied.
         """
         starts, size = [], 0
         for tensor in tensors:
@@ -75,6 +75,8 @@ class SnapshotMemory:
         with torch.cuda.stream(self._stream):
             for copy, tensor in zip(copies, tensors, strict=True):
                 copy.copy_(tensor.detach(), non_blocking=True)
+                if self._stream and tensor.is_cuda:
+                    tensor.record_stream(self._stream)
         return Copies(copies, block, free, self._stream)
 
     def fence(self) -> None:

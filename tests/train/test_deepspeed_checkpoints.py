@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,32 +13,44 @@ from safetensors.torch import load_file
 
 from base.errors import UserError
 from base.files import sha256_of, write_json
+from tests.conftest import widths
 from tests.interpreter import interpreter
 from tests.runs import draw_weights, execute, on_ranks, save, succeed
 from tests.train.plain import model_of_family
-from tests.train.test_deepspeed import batch_of, small_run
+from tests.train.test_deepspeed import PLAINLM, batch_of, small_run
 from train.averages import slot_names
 from train.data.batches import Batch
 from train.distributed import start
 from train.engine import StepResult
+from train.model.config import ModelConfig
+from train.perturbing import train_step_of
 from train.run.config import RunConfig
 from train.run.directory import MODEL_INDEX
 from train.run.optimization import Ema, Lawa
+from train.run.perturbation import Qat
 from train.run.schedules import learning_rate
 
 SAVED_AT, LAST = 2, 5
 AVERAGES = (Ema(decay=0.9), Lawa(interval_steps=1, window=2))
+# Three ranks divide none of its sizes. The last one has no number of a norm, and norms are all of
+# a decay group.
+ODD: dict[str, Any] = {
+    "model": ModelConfig(**widths(4, 5, 2, 2, vocab_size=67, num_hidden_layers=1)),
+    "optimizer": PLAINLM,
+    "batch_size": 6,
+    "perturbation": Qat(spec="rtn-b3-perchannel", from_step=LAST - 1),
+}
 
 
 def named(name: str) -> RunConfig:
     """The run of a name: s1 is ZeRO stage 1 in fp32 with averages, b2 stage 2 in bf16."""
-    stage = int(name[1])
     return small_run(
         name,
-        stage=stage,
-        precision={"s": "fp32", "b": "bf16"}[name[0]],
+        stage=int(name[1]),
+        precision="bf16" if name[0] == "b" else "fp32",
         averages=AVERAGES,
         total_steps=LAST,
+        **(ODD if name[0] == "o" else {}),
     )
 
 
@@ -56,8 +69,8 @@ class Attempt:
     def train(self, first: int, last: int) -> list[list[float]]:
         return [
             list(
-                self.engine.train_step(
-                    batch_of(step).of_replica(self.engine.replica),
+                train_step_of(self.run, self.engine, step)(
+                    batch_of(step).first(self.run.batch_size).of_replica(self.engine.replica),
                     learning_rate(self.run, step),
                     StepResult.is_finite,
                 ).figures.values()
@@ -103,9 +116,9 @@ class Attempt:
 
 
 def save_at_one_process(root: Path) -> dict:
-    """Worker: two runs in one process, saved on their way."""
+    """Worker: runs in one process, saved on their way."""
     report = {}
-    for name in ("s1", "s2"):
+    for name in ("s1", "s2", "o1"):
         attempt = Attempt(name, root)
         attempt.train(1, SAVED_AT)
         attempt.fill_slots()
@@ -158,12 +171,26 @@ def go_through_two_processes(root: Path, single: Path) -> dict:
     return report
 
 
-def load_in_one_process(root: Path, two: Path) -> dict:
-    """Worker: what two processes saved resumes in one."""
+def go_through_three_processes(root: Path, single: Path) -> dict:
+    """Worker: three ranks do not divide the sizes of parameters."""
+    attempt = Attempt("o3", root)
+    rows = attempt.train(1, SAVED_AT)
+    attempt.fill_slots()
+    attempt.save("sync")
+    rows += attempt.train(SAVED_AT + 1, LAST)
+    attempt.engine.load(single / "o1" / "sync")
+    attempt.save("resaved")
+    resumed = attempt.train(SAVED_AT + 1, LAST)
+    attempt.engine.close()
+    return {"rows": rows, "resumed": resumed}
+
+
+def load_in_one_process(root: Path, two: Path, three: Path) -> dict:
+    """Worker: what several processes saved resumes in one."""
     report: dict = {}
-    for name in ("s1", "s2", "s3", "b1", "b2"):
+    for name in ("s1", "s2", "s3", "b1", "b2", "o3"):
         attempt = Attempt(name, root)
-        attempt.engine.load(two / name / "sync")
+        attempt.engine.load((three if name == "o3" else two) / name / "sync")
         attempt.save("resaved")
         report[name] = attempt.train(SAVED_AT + 1, LAST)
     attempt.engine.close()
@@ -207,13 +234,14 @@ def hashes(directory: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, dict]:
-    """Directories one, two and back, and what the three workers report."""
+    """Directories one, two, three and back, and what the workers report."""
     root, report = tmp_path_factory.mktemp("checkpoints"), {}
-    one, two, back = (root / name for name in ("one", "two", "back"))
+    one, two, three, back = (root / name for name in ("one", "two", "three", "back"))
     for processes, worker, *directories in (
         (1, save_at_one_process, one),
         (2, go_through_two_processes, two, one),
-        (1, load_in_one_process, back, two),
+        (3, go_through_three_processes, three, one),
+        (1, load_in_one_process, back, two, three),
     ):
         on_ranks(processes, write_report, worker.__name__, *directories)
         report[worker.__name__] = json.loads((directories[0] / "report.json").read_text())
@@ -267,6 +295,26 @@ def test_one_process_goes_on_as_two_and_at_another_stage(saved, name, source):
     rows = report["go_through_two_processes"][f"{name}-from-{source}"]
     for row, expected in zip(rows, report["save_at_one_process"][source], strict=True):
         assert row[0] == pytest.approx(expected[0], abs=1e-5)
+
+
+def test_three_ranks_that_divide_no_size_train_as_one(saved):
+    """Padding enters neither figures nor rounded weights nor files; one process resumes."""
+    root, report = saved
+    sync = root / "three" / "o3" / "sync"
+    state, model = regathered(sync), whole_model(sync)
+    with safe_open(sync / "optimizer-00002-of-00003.safetensors", "pt") as file:
+        held = {key.partition("/")[2] for key in file.keys()}  # noqa: SIM118  as above
+    assert held == {name for name in model if "norm" not in name}
+    for name, weight in model.items():
+        assert torch.equal(weight.flatten(), state[f"weights/{name}"]), name
+    assert same(regathered(root / "back" / "o3" / "resaved"), state)
+    resaved = regathered(root / "three" / "o3" / "resaved")
+    assert same(resaved, regathered(root / "one" / "o1" / "sync"))
+
+    three = report["go_through_three_processes"]
+    expected = report["save_at_one_process"]["o1"]
+    for rows in (three["rows"][SAVED_AT:], three["resumed"], report["load_in_one_process"]["o3"]):
+        assert rows == [pytest.approx(row, abs=1e-5) for row in expected]
 
 
 @pytest.mark.parametrize("name", ["s1", "s2", "s3", "b1"])

@@ -85,14 +85,17 @@ class DeepSpeedEngine:
         )
         if is_sharded:  # the losses read the head's weight outside of its module
             register_external_parameter(with_losses, self._model.get_output_embeddings().weight)
-        sharding = ShardedWeights if is_sharded else Sharding
-        self._sharding: ShardedWeights | Sharding = sharding(
+        sharding_class = ShardedWeights if is_sharded else Sharding
+        self._sharding: ShardedWeights | Sharding = sharding_class(
             self._engine.optimizer, self._parameters
         )
         self._partitions: list[Partition] = self._sharding.partitions()
         self._memory = SnapshotMemory(device)
         # DeepSpeed has put flat parts in the place of the parameters: states are of these.
-        self._optimizer.start_states()
+        sharding = self._sharding
+        self._optimizer.start_states(
+            sharding.owners if isinstance(sharding, ShardedWeights) else ()
+        )
         self._matrix_states: dict[str, matrices.States] = {}
         if isinstance(run.optimizer, MatrixOptimizer):
             dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
@@ -177,6 +180,7 @@ class DeepSpeedEngine:
             assert result.is_finite(), "DeepSpeed would not take this step"
             self._memory.fence()
             self._engine.step()
+            self._sharding.settle()
         else:
             self._sharding.drop_gradients()
         return result
@@ -245,15 +249,15 @@ class DeepSpeedEngine:
         record.summarize()
         return record
 
-    def linears(self) -> list[LinearPart]:
-        """Return the weights of the blocks' linears that the model computes with, live."""
+    def linears(self) -> Iterator[LinearPart]:
+        """Yield the weights of the blocks' linears that the model computes with, to be read."""
         self._memory.fence()
-        names = hidden_matrices(self.run.model)
-        return [
-            LinearPart(name, (weight.detach(),))
-            for name, weight in self._parameters.items()
-            if name in names
-        ]
+        yield from self._sharding.linears(hidden_matrices(self.run.model))
+
+    def change_linears(self, change: Change) -> Callable[[], None]:
+        """Have the model compute with changed weights; return what restores them."""
+        self._memory.fence()
+        return self._sharding.change_linears(hidden_matrices(self.run.model), change)
 
     @torch.no_grad()
     def record_linears(self, batch: Batch, names: Sequence[str]) -> dict[str, LinearRecord]:

@@ -1,7 +1,8 @@
 """Weights, optimizer states and gradients in DeepSpeed's ZeRO stage 3, which shards the model too.
 
 Between passes every rank holds its part of each parameter alone; a module gathers its weights
-before it computes and frees them afterwards. This file reaches into DeepSpeed's private members, as
+before it computes and frees them afterwards. A part is as long on every rank: the last ones may end
+in padding, or be nothing else. This file reaches into DeepSpeed's private members, as
 `train.deepspeed.sharding` does for stages 1 and 2.
 """
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
@@ -40,15 +42,20 @@ class ShardedWeights:
         # Of each partition the group, and the place of its parameter there.
         self._places: list[tuple[int, int]] = []
 
+    @property
+    def owners(self) -> list[Tensor]:
+        """Return the flat fp32 weights of every group, of which a rank may hold padding alone."""
+        return list(self._optimizer.fp32_partitioned_groups_flat)
+
     def partitions(self) -> list[Partition]:
         """Return what this rank holds: a range of every parameter long enough to have one."""
         optimizer, rank = self._optimizer, dist.get_rank()
-        groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-        partitions = []
+        groups = zip(optimizer.fp16_groups, self.owners, strict=True)
+        partitions, self._places = [], []
         for index, (parameters, owner) in enumerate(groups):
             start = 0
             for place, parameter in enumerate(parameters):
-                size = parameter.partition_numel()  # the same on all ranks: the last has padding
+                size = parameter.partition_numel()
                 first = rank * size
                 length = min(size, parameter.ds_numel - first)
                 if length > 0:
@@ -81,6 +88,11 @@ class ShardedWeights:
         self._free()
         for group in range(len(self._optimizer.fp16_groups)):
             self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until the weights are written: they are gathered in a stream that does not wait."""
+        get_accelerator().synchronize()
 
     def _free(self) -> None:
         """Leave no weight gathered: what a pass has kept would be out of date."""
@@ -100,8 +112,8 @@ class ShardedWeights:
                     copies[name] = parameters[name].detach().clone()
         return copies
 
-    def linears(self, names: frozenset[str]) -> Iterator[Linear]:
-        """Yield linears by HF name, each whole until the next one is asked for."""
+    def linears(self, names: frozenset[str]) -> Iterator[LinearPart]:
+        """Yield linears by HF name, whole copies."""
         for parameter, name in self._names.items():
             if name in names:
                 with GatheredParameters([parameter]):
@@ -118,11 +130,13 @@ class ShardedWeights:
                 changed = change(Linear(name, (parameter.detach(),)), parameter.detach())
             if changed is not None:
                 self._replace(parameter, changed, saved)
+        self.settle()
 
         def restore() -> None:
             self._free()
             for part, exact in saved:
                 part.copy_(exact)
+            self.settle()
 
         return restore
 

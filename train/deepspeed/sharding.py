@@ -158,6 +158,9 @@ class Sharding:
         """Copy this rank's weights to the model and gather all ranks'."""
         self._optimizer.update_lp_params()
 
+    def settle(self) -> None:
+        """Do nothing: the stream that updates weights gathers them, too."""
+
     def whole(self, _: Sequence[str], mine: Collection[str]) -> dict[str, Tensor]:
         """Return those of some parameters that this rank asks for: every rank has all, live."""
         return {name: parameter.detach() for parameter, name in self._names.items() if name in mine}
