@@ -59,13 +59,11 @@ ASCENTS: dict[str, dict[str, Any]] = {
 # Layout, kind of ascent, sequences of a group and whether the head is the embedding.
 QUICK = (
     ("overlapped", "sam", 4, False),
-    ("dp1", "sam", 4, False),
     ("sp2", "adaptive", None, False),
     ("pp2", "adaptive", 4, True),
-    ("zero1", "adaptive", 4, True),
-    ("zero2", "sam", 4, False),
+    ("zero2", "adaptive", 4, True),
     ("zero3", "sam", 4, False),
-    ("bf16", "adaptive", 4, True),
+    ("bf16-pp2", "sam", None, False),
 )
 Case = tuple[str, str, int | None, bool]
 
@@ -299,7 +297,7 @@ MOST = {
 @pytest.mark.parametrize(
     ("cases", "steps"),
     [
-        pytest.param(QUICK, 6, id="some"),
+        pytest.param(QUICK, 4, id="some"),
         pytest.param(all_cases("fp32"), 20, id="fp32", marks=pytest.mark.stress),
         # Rounding to bf16 grows: after 10 steps norms of gradients are 7% apart.
         pytest.param(all_cases("bf16"), 6, id="bf16", marks=pytest.mark.stress),
@@ -312,7 +310,7 @@ def test_training_equals_the_papers(tmp_path, cases, steps):
     AdamW divides small gradients by their own size.
     """
     runs = {name_of(case): run_of(tmp_path / name_of(case), case) for case in cases}
-    for processes in (1, 2):
+    for processes in sorted({LAYOUTS[layout][0] for layout, *_ in cases}):
         names = [name_of(case) for case in cases if LAYOUTS[case[0]][0] == processes]
         on_ranks(processes, train_all, tmp_path, json.dumps(names), steps)
 
