@@ -28,6 +28,7 @@ from train.data.corpus import open_corpus
 from train.forward_record import LinearRecord
 from train.model.config import ModelConfig, hf_settings, residual_linears
 from train.model.presets import PYTHIA_160M
+from train.planning.memory import rank_memory
 from train.planning.report import print_plans
 from train.rounding import load_rounding, output_errors
 from train.run.config import RunConfig, load_run
@@ -280,3 +281,20 @@ def test_a_plan_states_it(tmp_path, inputs, capsys):
     print_plans([run], nodes=1, gpus_per_node=2, gpu="h100")
     share = (3 * 5 / 2 + 5) / 3 / (5 * 8 / 2)
     assert f"probe of quantization: {share:.3%} of the time" in capsys.readouterr().out
+
+
+def test_the_plan_counts_exact_weights_of_a_probe(tmp_path):
+    """In two bytes each, beside one layer of a forward pass and the loss, all more than a step."""
+    tiny: dict[str, Any] = {"precision": "bf16", "micro_batch_size": 1}
+    runs = [
+        make_run(tmp_path / name, data={"sequence_length": 16}, **tiny, probe=probe)
+        for name, probe in (("plain", None), ("probed", PROBE))
+    ]
+    plain, probed = (rank_memory(run, 1).components for run in runs)
+    model = runs[0].model
+    attention = 4 * model.hidden_size * model.query_size
+    linears = attention + 3 * model.hidden_size * model.intermediate_size
+    other_layers = plain["activations"] * (1 - 1 / model.num_hidden_layers)
+    extra = 2 * model.num_hidden_layers * linears - other_layers
+    assert extra > 0
+    assert probed == plain | {"weights rounded by a probe": extra}

@@ -221,6 +221,8 @@ def _activations(config: RunConfig, stage: int, replicas: int) -> dict[str, int]
     components["matrices being updated"] = max(0, matrices - held)
     changing = _changing_bytes(config, stage, replicas)
     components["weights being changed"] = max(0, changing - max(held, matrices))
+    probing = _probing_bytes(config, replicas, forward=layer + loss)
+    components["weights rounded by a probe"] = max(0, probing - max(held, matrices, changing))
     return components
 
 
@@ -270,6 +272,21 @@ def _changing_bytes(config: RunConfig, stage: int, replicas: int) -> int:
         case perturbation:
             each = ROUNDING if isinstance(perturbation, Qat) else DRAWING
             return each * max(_changed_sizes(config, perturbation), default=0)
+
+
+def _probing_bytes(config: RunConfig, replicas: int, forward: int) -> int:
+    """Return the exact weights that a probe of quantization restores, and what is beside them.
+
+    That is either the linear being rounded or a forward pass, which keeps nothing for backward.
+    """
+    if not config.probe:
+        return 0
+    shapes, tensor = parameter_shapes(config.model), config.parallel.tensor
+    sizes = [math.prod(shapes[name]) // tensor for name in hidden_matrices(config.model)]
+    exact = sum(sizes) // config.parallel.pipeline * bytes_of_weight(config)
+    if config.zero.stage == 3:  # a rank keeps its part
+        exact = -(-exact // replicas)
+    return exact + max(ROUNDING * max(sizes), forward)
 
 
 def _embedding_gradient_bytes(config: RunConfig) -> int:
