@@ -83,7 +83,7 @@ def _differences(low: Sequence[Weighted], high: Sequence[Weighted]) -> list[Weig
 
 
 class Arms(NamedTuple):
-    """The arms of a ranking: by label the ends of training of each, one for every seed.
+    """What is ranked: by label the ends of training of each arm, one for every seed.
 
     Attributes:
         title: what one of them is, in words.

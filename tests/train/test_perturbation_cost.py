@@ -305,7 +305,7 @@ def test_an_engine_keeps_the_exact_weights_that_the_plan_counts(tmp_path):
 
 @pytest.mark.parametrize(("sequences", "copies"), [(None, 1), (8, 1), (4, 2)])
 def test_ascents_keep_copies_of_main_weights(tmp_path, sequences, copies):
-    """Of four of eight sequences the gradients are summed, too: as many as main weights."""
+    """Of two sequences each the gradients are summed, too: a share is what the main weights are."""
     sam = Sam(rho=0.05, sequences=sequences, from_step=1)
     settings = {"batch_size": 8, "precision": "bf16", "perturbation": sam}
     parts = rank_memory(small_run(tmp_path / "run", **settings), 2).components
