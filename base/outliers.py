@@ -17,11 +17,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from base.outlier_names import STATISTICS
+
 TOP_SHARE = 0.01  # of the channels
 POWERS = 5  # x^0 to x^4
-STATISTICS = ("kurtosis", "max_to_mean", "max_to_median", "top_channels")
-KINDS = ("input", "weight")  # what the statistics are of
-FIGURES = tuple(f"{kind}_{statistic}" for kind in KINDS for statistic in STATISTICS)
 
 
 def power_sums(x_NI: Tensor) -> Tensor:

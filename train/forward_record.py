@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from base.hessian import InputHessian
-from base.outliers import KINDS, OutlierSums
+from base.outlier_names import KINDS
+from base.outliers import OutlierSums
 from train.run.probe import short_name
 
 INPUT, WEIGHT = KINDS

@@ -15,7 +15,8 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from base.environment import environment
-from base.outliers import FIGURES, KINDS, STATISTICS, OutlierSums, statistics
+from base.outlier_names import FIGURES, KINDS, STATISTICS
+from base.outliers import OutlierSums, statistics
 from base.progress import Progress
 from base.ranks import Ranks
 from base.statistics import INTERVAL_LEVEL

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from base.outliers import KINDS, STATISTICS
+from base.outlier_names import KINDS, STATISTICS
 from ckpt_tools.hf.measured import Outliers
 from quant_eval.settings import LINEARS, OutlierRunSettings, OutlierSettings
 from study.measurements.kind import (

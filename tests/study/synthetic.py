@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from base.frozen import fingerprint
-from base.outliers import FIGURES
+from base.outlier_names import FIGURES
 from ckpt_tools.hf.directory import LINEAGE_JSON, RESULT_JSON
 from study.definition import Study, save_study
 from study.figures import figure
