@@ -40,7 +40,8 @@ def explain_validation(source: str, error: ValidationError, kind: Any = None) ->
     `kind` is the type that it was to be; its fields are the names that an unknown key may mean.
     """
     problem = error.errors()[0]
-    key = ".".join(map(str, _keys(problem["loc"], kind))) or "the whole file"
+    keys = ".".join(map(str, _keys(problem["loc"], kind)))
+    key = keys or "the whole file"
     if problem["type"] == "extra_forbidden":
         name = str(problem["loc"][-1]) if problem["loc"] else ""
         near = nearest(name, fields_of(kind))
@@ -51,7 +52,7 @@ def explain_validation(source: str, error: ValidationError, kind: Any = None) ->
     if problem["type"] == "missing":
         return UserError(f"{source}: key '{key}' is missing; add it")
     if problem["type"].startswith("union_tag"):
-        return _explain_tag(source, key, problem)
+        return _explain_tag(source, keys, problem)
     if problem["type"] == "json_invalid":
         return UserError(f"{source} is not valid JSON ({problem['ctx']['error']}); restore it")
     reason = problem["msg"].removeprefix("Value error, ")
@@ -65,10 +66,11 @@ def explain_validation(source: str, error: ValidationError, kind: Any = None) ->
     )
 
 
-def _explain_tag(source: str, key: str, problem: ErrorDetails) -> UserError:
+def _explain_tag(source: str, keys: str, problem: ErrorDetails) -> UserError:
     """Return the problem of a value whose kind is not stated, or is none of those there are."""
     context = problem["ctx"]
-    name = f"{key}.{context['discriminator'].strip("'")}"
+    tag = context["discriminator"].strip("'")
+    name = f"{keys}.{tag}" if keys else tag
     if problem["type"] == "union_tag_not_found":
         return UserError(f"{source}: key '{name}' is missing; add it")
     expected = context["expected_tags"]

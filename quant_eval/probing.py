@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from base.errors import UserError
 from base.hessian import product_dtype
 from base.ranks import ALONE
 from quant_eval.group import LinearGroup
 from quant_eval.quantizer import QuantSpec
 from quant_eval.quantizers.rtn import RTN
-from quant_eval.rounding.grid import check_scales, fit_grid, in_groups, round_to_nearest
+from quant_eval.rounding.grid import grouped_with_points, nearest_points
 from quant_eval.specs import parse_spec
 
 
@@ -62,7 +63,7 @@ def round_to_grid(grid: RTN, weight_OI: Tensor, largest: Tensor | None) -> Tenso
     Raises:
         UserError: a weight is not finite, or a scale is beyond the grid's format.
     """
-    return round_to_nearest(weight_OI, grid, largest).dense()
+    return nearest_points(weight_OI, grid, largest)
 
 
 @torch.no_grad()
@@ -76,6 +77,5 @@ def step_sizes(grid: RTN, weight_OI: Tensor) -> Tensor:
     Raises:
         UserError: a weight is not finite, or a scale is beyond the grid's format.
     """
-    scales_OG = fit_grid(in_groups(weight_OI, grid), grid).scale
-    check_scales(scales_OG, weight_OI, grid)
-    return scales_OG
+    _, points = grouped_with_points(weight_OI, grid)
+    return points.scale

@@ -122,11 +122,11 @@ class Snapshot(Protocol):
 
 
 # Returns the weight [O, I] that replaces the one given, or None to leave it.
-Change = Callable[[Linear, Tensor], Tensor | None]
+Change = Callable[[LinearPart, Tensor], Tensor | None]
 
 
 @torch.no_grad()
-def change_in_place(linears: Iterable[Linear], change: Change) -> Callable[[], None]:
+def change_in_place(linears: Iterable[LinearPart], change: Change) -> Callable[[], None]:
     """Replace live weights by what `change` returns; return what restores them bit for bit."""
     exact: list[tuple[LinearPart, Tensor]] = []
     for linear in linears:

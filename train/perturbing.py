@@ -14,16 +14,16 @@ Settings are in `train.run.perturbation`, changes of weights in `train.weight_ch
 of SAM in `train.ascending`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import assert_never
 
 from train.ascending import after_ascent
 from train.data.batches import Batch
-from train.engine import Accept, Engine, Flags, LinearPart, StepResult
+from train.engine import Accept, Change, Engine, Flags, LinearPart, StepResult
 from train.run.config import RunConfig
 from train.run.perturbation import Noise, Qat, Sam
-from train.weight_changes import Change, noisy, rounded
+from train.weight_changes import noisy, rounded
 
 # As of `Engine.train_step`.
 TrainStep = Callable[..., StepResult]
@@ -44,7 +44,7 @@ def train_step_of(run: RunConfig, engine: Engine, step: int) -> TrainStep:
 
 
 def _change_of(
-    settings: Qat | Noise, run: RunConfig, step: int, linears: Sequence[LinearPart]
+    settings: Qat | Noise, run: RunConfig, step: int, linears: Iterable[LinearPart]
 ) -> Change:
     """Return the change of a weight at an update."""
     if isinstance(settings, Qat):
@@ -52,7 +52,6 @@ def _change_of(
     return noisy(settings, run, step)
 
 
-@torch.no_grad()
 def _with_changed_linears(
     engine: Engine,
     settings: Qat | Noise,
@@ -66,8 +65,8 @@ def _with_changed_linears(
     """Run the engine's `train_step` at changed weights of linears; update the exact ones."""
     restore = engine.change_linears(_change_of(settings, run, step, engine.linears()))
 
-    def restore(result: StepResult) -> bool:
-        torch._foreach_copy_(pieces, exact)
+    def restored(result: StepResult) -> bool:
+        restore()
         return accept(result)
 
     return engine.train_step(batch, learning_rate, restored, flags)

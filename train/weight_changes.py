@@ -5,11 +5,12 @@ those of one rank. Rounding is by functions of `quant_eval` that are looked up b
 `train.rounding`: what an update sees is what `quant_eval run` makes of an export of the same
 weights.
 
-Shapes: O output features (rows), I input features, G groups of a row, R ranks, L linears.
+Shapes: O output features (rows), I input features, G groups of a row, or of linears that read one
+input, R ranks.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -24,14 +25,11 @@ from train.model.initialization import standard_normal
 from train.run.config import RunConfig
 from train.run.perturbation import Noise, Qat, WeightGrid
 
-# Returns the weight [O, I] of this rank that replaces the one given, with its numbers in fp32.
-Change = Callable[[LinearPart, Tensor], Tensor]
-
 PROBING = "quant_eval.probing"
 WORDS_AT_ONCE = 1 << 24  # of 8 bytes, and as much again a few times
 
 
-def rounded(settings: Qat, run: RunConfig, linears: Sequence[LinearPart]) -> Change:
+def rounded(settings: Qat, run: RunConfig, linears: Iterable[LinearPart]) -> Change:
     """Return the rounding of a weight to the grid of the settings.
 
     Args:
@@ -43,7 +41,9 @@ def rounded(settings: Qat, run: RunConfig, linears: Sequence[LinearPart]) -> Cha
     shapes = parameter_shapes(run.model)
     largest = _largest(run.model, linears) if grid.scales_tensors else {}
 
-    def change(linear: LinearPart, weight_OI: Tensor) -> Tensor:
+    def change(linear: LinearPart, weight_OI: Tensor) -> Tensor | None:
+        if not settings.takes(linear.name):
+            return None
         whole_OI = _whole_groups(linear, weight_OI, shapes[linear.name][1], grid)
         rounded_OI: Tensor = round_to_grid(grid, whole_OI, largest.get(linear.name))
         return _own_columns(linear, rounded_OI, weight_OI.shape[1])
@@ -59,7 +59,9 @@ def noisy(settings: Noise, run: RunConfig, step: int) -> Change:
     step_sizes, grid = _of_probing("step_sizes"), settings.grid
     shapes = parameter_shapes(run.model)
 
-    def change(linear: LinearPart, weight_OI: Tensor) -> Tensor:
+    def change(linear: LinearPart, weight_OI: Tensor) -> Tensor | None:
+        if not settings.takes(linear.name):
+            return None
         inputs = shapes[linear.name][1]
         whole_OI = _whole_groups(linear, weight_OI, inputs, grid)
         sizes_OG = step_sizes(grid, whole_OI) * settings.size
@@ -146,7 +148,7 @@ def _own_columns(linear: LinearPart, weight_OI: Tensor, columns: int) -> Tensor:
     return weight_OI[:, linear.column : linear.column + columns]
 
 
-def _largest(model: ModelConfig, linears: Sequence[LinearPart]) -> dict[str, Tensor]:
+def _largest(model: ModelConfig, linears: Iterable[LinearPart]) -> dict[str, Tensor]:
     """Return max|w| over all linears that read the same input and all their ranks, fp32 [1].
 
     By the name of each. Every rank has to call it, and the ranks reduce once.

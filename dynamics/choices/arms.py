@@ -3,11 +3,8 @@
 Arms differ in their peak learning rate alone, or in optimizer, anneal and perturbation. The
 quantized loss is compared at equal tokens, and at equal training FLOPs where arms differ in those.
 
-At equal loss, the error of each run is read off its own checkpoints: between two of them the
-logarithm of the error is linear in the full-precision loss. As a weighted sum of the rows of those
-two, with the weights that keep the value and its first-order error (delta method), it has the
-interval and the paired tests of any other. The losses decide the weights and are taken as known. At
-equal FLOPs it is the same, with these in place of the loss.
+At equal loss, the error of each run is read off its own checkpoints (`mechanism.equal_loss`), and
+so is the quantized loss at equal FLOPs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +29,7 @@ from study.measurements.kind import Column
 from study.measurements.quantization import QUANTIZED_LOSS
 from study.results.paired import Paired, Weighted
 from study.results.summary import RunSummary, enumeration, left_out
+from study.results.table import Row
 from train.run.config import RunConfig
 
 
@@ -83,7 +81,7 @@ def _differences(low: Sequence[Weighted], high: Sequence[Weighted]) -> list[Weig
 
 
 class Arms(NamedTuple):
-    """What is ranked: by label the ends of training of each arm, one for every seed.
+    """The ends of training that are ranked: by label those of each arm, one for every seed.
 
     Attributes:
         title: what one of them is, in words.
@@ -92,14 +90,6 @@ class Arms(NamedTuple):
 
     title: str
     ends: Mapping[str, Sequence[RunSummary]]
-
-
-class Crossing(NamedTuple):
-    """Two neighbouring rows of a run, and the share of the way from one value to the other."""
-
-    first: Row
-    second: Row
-    share: float
 
 
 class Answer(NamedTuple):
@@ -174,18 +164,9 @@ def at_equal_loss(measure: Measure, arms: Arms, loss: float | None = None) -> An
         NotTested: they share none, or a run has fewer than two measured checkpoints or an error
             there that is not positive.
     """
-    loss_column = measure.by(figure=CROSS_ENTROPY).column
-    paths = _paths(measure, arms, loss_column)
-
-    # the losses that every run has passed
-    losses = [[row[loss_column] for row in path] for of_arm in paths.values() for path in of_arm]
-    # Every run has passed what lies between the highest minimum and the lowest maximum.
-    low, high = max(map(min, losses)), min(map(max, losses))
-    if low > high:
-        raise NotTested(
-            f"the runs share no loss: one ends at {low:.4f}, another begins at {high:.4f} nats per"
-            " token"
-        )
+    column = loss_column(measure)
+    paths = _paths(measure, arms, column)
+    low, high = shared_losses(measure, [path for of_arm in paths.values() for path in of_arm])
     if loss is not None and not low <= loss <= high:
         raise UserError(
             f"--loss {loss:g} is outside {low:.4f} to {high:.4f} nats per token, the losses that"
@@ -196,7 +177,7 @@ def at_equal_loss(measure: Measure, arms: Arms, loss: float | None = None) -> An
 
     where = f"at a loss of {at:.4f} nats per token"
     where += ", the lowest that all reach" if loss is None else ""
-    return Answer(measure, where, _ranked_at(measure, paths, loss_column, at))
+    return Answer(measure, where, _ranked_at(measure, paths, column, at))
 
 
 def _paths(measure: Measure, arms: Arms, column: str) -> dict[str, list[list[Row]]]:
@@ -264,51 +245,6 @@ def at_equal_cost(measure: Measure, arms: Arms) -> Answer:
         raise NotTested(f"all cost {at:.4g} training FLOPs, see the list at equal tokens")
     where = f"at {at:.4g} training FLOPs, the most that all reach"
     return Answer(by_loss, where, _ranked_at(by_loss, paths, FLOPS, at))
-
-
-def crossing(rows: Sequence[Row], column: str, value: float) -> Crossing:
-    """Return the neighbours between which a column passes a value, the last time that it does.
-
-    Raises:
-        NotTested: it never does.
-
-    Example: 2.25 is three quarters of the way from 3 to 2.
-        >>> crossing([{"loss": 4.0}, {"loss": 3.0}, {"loss": 2.0}], "loss", 2.25).share
-        0.75
-    """
-    # From the end: a loss that goes up and down passes the value several times.
-    for first, second in reversed(list(pairwise(rows))):
-        start, end = first[column], second[column]
-        if min(start, end) <= value <= max(start, end):
-            return Crossing(first, second, 1.0 if start == end else (value - start) / (end - start))
-    raise NotTested(f"{rows[-1]['run']} does not pass {value:.5g} in column {column}")
-
-
-def interpolated(at: Crossing, column: str) -> Weighted:
-    """Return the weights of the two rows in the column between them.
-
-    log e is linear in the column that is crossed: e = e1^(1 - s) e2^s with the share s. Its
-    derivatives by e1 and e2 are the weights, e (1 - s) / e1 and e s / e2, and the sum is e itself.
-
-    Raises:
-        NotTested: an error is not positive.
-
-    Example: half of the way from 1 to 4 is 2 = 1 x 1 + 4 x 0.25.
-        >>> weighted = interpolated(Crossing({"error": 1.0}, {"error": 4.0}, 0.5), "error")
-        >>> [weight for row, weight in weighted]
-        [1.0, 0.25]
-    """
-    first, second, share = at
-    # Noise may take a small error below 0, where it has no logarithm.
-    if min(first[column], second[column]) <= 0:
-        raise NotTested(
-            f"{column} of {first['run']} is not positive at step {first['step']} or"
-            f" {second['step']} and has no logarithm: measure on more text"
-        )
-    value = first[column] ** (1 - share) * second[column] ** share
-    shares = ((first, 1 - share), (second, share))
-    # Times e_i this is e x share, so the weighted sum of both rows is e, as said above.
-    return [(row, value * part / row[column]) for row, part in shares if part]
 
 
 def _label(arm: str, crossings: Sequence[Crossing]) -> str:

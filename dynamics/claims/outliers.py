@@ -29,11 +29,8 @@ from study.measurements.outliers import INPUT, WEIGHT
 from study.measurements.quantization import DIVERGENCE, R_L
 from study.results.table import figure_columns
 
-R_L = Column("quant/{spec}/r_l", "R_L", SHARE, "lower")
 OUTLIERS = tuple(
-    Column(f"outliers/{of}_{statistic}", f"{title} of {of}s")
-    for statistic, title in (("kurtosis", "kurtosis"), ("max_to_mean", "max-to-mean"))
-    for of in ("weight", "input")
+    of[statistic] for statistic in ("kurtosis", "max_to_mean") for of in (WEIGHT, INPUT)
 )
 CIRCULAR = "R_L is measured on the quantized model, and is near to a definition of its error"
 

@@ -50,7 +50,7 @@ BESIDE = {
 }
 
 
-class Arm(NamedTuple):
+class ArmEnds(NamedTuple):
     """The ends of an arm, and those of its control.
 
     Attributes:
@@ -108,7 +108,7 @@ def interventions(canvas: Canvas) -> Drawn | None:
     return drawn(panels, COLUMNS)
 
 
-def _arms(canvas: Canvas) -> Iterator[Arm]:
+def _arms(canvas: Canvas) -> Iterator[ArmEnds]:
     """Yield the arms with results: of every group the weights, and then its averages."""
     study, averages = canvas.study, averagings_of(canvas.study)
     labels = {average.name: average.label(averages) for average in averages}
@@ -126,7 +126,7 @@ def _arms(canvas: Canvas) -> Iterator[Arm]:
                     ends.append((end, before))
             if ends:
                 label = f"{group.label}, {labels[average]}" if average else group.label
-                yield Arm(label, group, average, ends)
+                yield ArmEnds(label, group, average, ends)
 
 
 def _control(study: Study, run: Any) -> RunConfig | None:
@@ -134,7 +134,7 @@ def _control(study: Study, run: Any) -> RunConfig | None:
     return run if run.name in study.controls else study.control_of(run)
 
 
-def _looks(canvas: Canvas, arms: list[Arm]) -> Runs:
+def _looks(canvas: Canvas, arms: list[ArmEnds]) -> Runs:
     """Return the looks of arms: those of their runs, and stars for averages, each with a key."""
     looks = {}
     keys = chain(string.ascii_letters, map(str, count(1)))
@@ -147,7 +147,7 @@ def _looks(canvas: Canvas, arms: list[Arm]) -> Runs:
 
 
 def _mark(
-    arm: Arm, name: str, paired: Paired, spec: str, shown: tuple[Column, Quantity]
+    arm: ArmEnds, name: str, paired: Paired, spec: str, shown: tuple[Column, Quantity]
 ) -> dict[str, Any]:
     """Return the row of an arm; empty where a figure is not measured."""
     measured: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def _mark(
 
 
 def _lines(
-    canvas: Canvas, arms: list[Arm], looks: Runs, spec: str, shown: tuple[Column, Quantity]
+    canvas: Canvas, arms: list[ArmEnds], looks: Runs, spec: str, shown: tuple[Column, Quantity]
 ) -> Iterator[dict[str, Any]]:
     """Yield the checkpoints of controls and of anneals that they or perturbed runs belong to.
 

@@ -100,10 +100,10 @@ def _jackknife(
     names = np.array(trainings)
     # U masks, each of which leaves one training out.
     kept = [names != name for name in dict.fromkeys(trainings)]
-    if len(kept) < LEAST_TRAININGS:  # of one training nothing would be left
+    if len(kept) < LEAST_TRAININGS:
         return None
-    whole = z_of(np.full(len(names), True))
-    parts_U = np.array([z_of(others_N) for others_N in kept])
+    whole = value_of(np.full(len(names), True))
+    parts_U = np.array([value_of(others_N) for others_N in kept])
     if not np.isfinite([whole, *parts_U]).all():
         return None
     degrees = len(kept) - 1

@@ -20,7 +20,7 @@ from study.results.table import Row, trained
 
 
 class Crossing(NamedTuple):
-    """Two neighbouring rows of a run, and the share of the way from one loss to the other."""
+    """Two neighbouring rows of a run, and the share of the way from one value to the other."""
 
     first: Row
     second: Row
@@ -105,8 +105,8 @@ def shared_losses(measure: Measure, paths: Iterable[Sequence[Row]]) -> tuple[flo
     return low, high
 
 
-def crossing(rows: Sequence[Row], loss_column: str, loss: float) -> Crossing:
-    """Return the neighbours between which the loss passes a value, the last time that it does.
+def crossing(rows: Sequence[Row], column: str, value: float) -> Crossing:
+    """Return the neighbours between which a column passes a value, the last time that it does.
 
     Raises:
         NotTested: it never does.
@@ -117,10 +117,10 @@ def crossing(rows: Sequence[Row], loss_column: str, loss: float) -> Crossing:
     """
     # From the end: a loss that goes up and down passes the value several times.
     for first, second in reversed(list(pairwise(rows))):
-        start, end = first[loss_column], second[loss_column]
-        if min(start, end) <= loss <= max(start, end):
-            return Crossing(first, second, 1.0 if start == end else (loss - start) / (end - start))
-    raise NotTested(f"{rows[-1]['run']} does not pass a loss of {loss:.4f}")
+        start, end = first[column], second[column]
+        if min(start, end) <= value <= max(start, end):
+            return Crossing(first, second, 1.0 if start == end else (value - start) / (end - start))
+    raise NotTested(f"{rows[-1]['run']} does not pass {value:.5g} in column {column}")
 
 
 def read_off(measure: Measure, at: Crossing) -> Weighted:
@@ -141,8 +141,8 @@ def _shares(at: Crossing) -> tuple[tuple[Row, float], tuple[Row, float]]:
 def interpolated(at: Crossing, column: str) -> Weighted:
     """Return the weights of the two rows in the column between them, by its logarithm.
 
-    log e is linear in the loss: e = e1^(1 - s) e2^s with the share s. Its derivatives by e1 and e2
-    are the weights, e (1 - s) / e1 and e s / e2, and the sum is e itself.
+    log e is linear in the column that is crossed: e = e1^(1 - s) e2^s with the share s. Its
+    derivatives by e1 and e2 are the weights, e (1 - s) / e1 and e s / e2, and the sum is e itself.
 
     Raises:
         NotTested: an error is not positive.

@@ -114,7 +114,7 @@ def olmo2_30m_optimizers(*, smoke: bool = False) -> Study:
         eval_tokens=131_072,
         block_tokens=32_768,
     )
-    factors = (1, 2) if smoke else (0.5, 1, 2)
+    factors = (1,) if smoke else (0.5, 1, 2)
     runs = [
         trained
         for matrices, optimizer in OPTIMIZERS.items()

@@ -274,13 +274,10 @@ def round_to_nearest(weight_OI: Tensor, spec: GridSpec, largest: Tensor | None =
         >>> rounded.codes_OI.tolist(), rounded.dense().tolist()
         ([[5, 0, 5, 0]], [[1.0, -4.0, 0.5, -2.0]])
     """
-    num_inputs = weight_OI.shape[1]
-    weight_KOG = in_groups(weight_OI, spec)
-    grid = fit_points(weight_KOG, spec, largest_of(weight_OI) if largest is None else largest)
-    check_scales(grid.scale, weight_OI, spec)
+    weight_KOG, grid = grouped_with_points(weight_OI, spec, largest)
     codes_OGK = grid.codes(grid.steps(weight_KOG)).permute(1, 2, 0)
-    inputs_I = torch.arange(num_inputs, dtype=torch.int32, device=weight_OI.device)
-    groups_I = inputs_I // (spec.group_size or num_inputs)
+    indices_I = torch.arange(weight_OI.shape[1], dtype=torch.int32, device=weight_OI.device)
+    groups_I = indices_I // len(weight_KOG)
     return Rounded(
         codes_OGK.reshape(weight_OI.shape),
         grid.scale,
@@ -289,6 +286,43 @@ def round_to_nearest(weight_OI: Tensor, spec: GridSpec, largest: Tensor | None =
         grid.numbers,
         grid.global_scale,
     )
+
+
+def nearest_points(weight_OI: Tensor, spec: GridSpec, largest: Tensor | None = None) -> Tensor:
+    """Return the point nearest to every weight, fp32 [O, I]: `round_to_nearest(...).dense()`.
+
+    It makes no codes and reads no scale twice, for training rounds all weights at every update.
+
+    Args:
+        weight_OI: as of `round_to_nearest`.
+        spec: as there.
+        largest: as there.
+
+    Raises:
+        UserError: as there.
+    """
+    weight_KOG, grid = grouped_with_points(weight_OI, spec, largest)
+    points_KOG = grid.points(grid.steps(weight_KOG))
+    return points_KOG.permute(1, 2, 0).reshape(weight_OI.shape)
+
+
+def grouped_with_points(
+    weight_OI: Tensor, spec: GridSpec, largest: Tensor | None = None
+) -> tuple[Tensor, Points]:
+    """Return the weights by groups, fp32 [K, O, G], and the points of each group.
+
+    Args:
+        weight_OI: of any float dtype.
+        spec: the numbers, and the inputs that share a scale.
+        largest: as of `round_to_nearest`.
+
+    Raises:
+        UserError: a weight is not finite, or a scale is beyond the spec's format.
+    """
+    weight_KOG = in_groups(weight_OI, spec)
+    grid = fit_points(weight_KOG, spec, largest_of(weight_OI) if largest is None else largest)
+    check_scales(grid.scale, weight_OI, spec)
+    return weight_KOG, grid
 
 
 def in_groups(weight_OI: Tensor, spec: GridSpec) -> Tensor:

@@ -17,13 +17,12 @@ from dynamics.choices.arms import (
     at_equal_cost,
     at_equal_loss,
     at_equal_tokens,
-    crossing,
-    interpolated,
     interventions,
     sweeps,
 )
 from dynamics.choices.average import Bench, most_tried, name_of, pick_lines, search
 from dynamics.choices.cooldowns import cost, with_cooldowns, write_recipe
+from dynamics.mechanism.equal_loss import crossing, interpolated
 from study.claims.verdict import Evidence, Measure, NotTested
 from study.definition import load_study, save_study
 from study.measurements.quantization import QUANTIZED_LOSS, RELATIVE_ERROR

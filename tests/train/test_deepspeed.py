@@ -132,7 +132,7 @@ def train_all(runs_json: str, out: str) -> None:
     from train.deepspeed import setup
     from train.deepspeed.engine import DeepSpeedEngine
 
-    setup.ZERO_BUCKET_ELEMENTS = 10_000  # several buckets a step
+    vars(setup)["ZERO_BUCKET_ELEMENTS"] = 10_000  # several buckets a step
     # It reads positions on the host: every microbatch would wait for the GPU.
     mock.patch("transformers.masking_utils.find_packed_sequence_indices", None).start()
     device, reports = start(), {}

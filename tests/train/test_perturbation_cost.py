@@ -102,13 +102,21 @@ def test_a_passed_token_counts_twice_and_a_token_of_data_once():
 # Kernels and bytes -----------------------------------------------------------
 
 
+class _Counted(LinearPart):
+    """A linear whose copies count as they move: `Count` takes a copy's target for read, too."""
+
+    def copy_(self, weight_OI: torch.Tensor) -> None:
+        """Write the weight by an operator that `Count` counts as a read and a write."""
+        torch._foreach_copy_(list(self.pieces), [weight_OI])
+
+
 def changing(perturbation: Qat | Noise, weight_OI: Tensor) -> TrainStep:
     """The step of an engine that has one square linear, and computes nothing."""
     name = "model.layers.0.self_attn.o_proj.weight"
     run, active = run_of("run"), perturbation.model_copy(update={"from_step": 1})
     model = run.model.model_copy(update={"hidden_size": len(weight_OI)})
     run = run.model_copy(update={"model": model, "perturbation": active})
-    linears = [LinearPart(name, (weight_OI,))]
+    linears = [_Counted(name, (weight_OI,))]
     engine: Any = SimpleNamespace(
         linears=lambda: linears,
         change_linears=partial(change_in_place, linears),
@@ -305,9 +313,9 @@ def test_an_engine_keeps_the_exact_weights_that_the_plan_counts(tmp_path):
 
 @pytest.mark.parametrize(("sequences", "copies"), [(None, 1), (8, 1), (4, 2)])
 def test_ascents_keep_copies_of_main_weights(tmp_path, sequences, copies):
-    """Of two sequences each the gradients are summed, too: a share is what the main weights are."""
+    """Gradients of four of eight sequences are summed, too: as many as main weights."""
     sam = Sam(rho=0.05, sequences=sequences, from_step=1)
-    settings = {"batch_size": 8, "precision": "bf16", "perturbation": sam}
+    settings: dict[str, Any] = {"batch_size": 8, "precision": "bf16", "perturbation": sam}
     parts = rank_memory(small_run(tmp_path / "run", **settings), 2).components
     names = ("exact main weights, fp32", "sums of gradients, fp32")
     held = [parts[name] for name in names if name in parts]

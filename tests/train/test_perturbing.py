@@ -235,9 +235,7 @@ def equals_whole(run: RunConfig, engine: Engine, weights: dict[str, Tensor]) -> 
             assert torch.equal(changed(linear, change), part_of(linear, expected)), (spec, linear)
     for settings in NOISES:
         change, of_whole = (noisy(settings, run, 7) for _ in range(2))
-        expected = {
-            name: changed(LinearPart(name, (weights[name],)), of_whole) for name in dtypes
-        }
+        expected = {name: changed(LinearPart(name, (weights[name],)), of_whole) for name in dtypes}
         for linear in engine.linears():
             assert torch.equal(changed(linear, change), part_of(linear, expected)), linear
 

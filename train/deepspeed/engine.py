@@ -28,9 +28,16 @@ from train.deepspeed.model import (
     recorded_linears,
 )
 from train.deepspeed.setup import deepspeed_config, join
-from train.deepspeed.sharding import ParameterRange, Sharding, StatePart, by_piece
+from train.deepspeed.sharded_weights import OneGroupOptimizer, ShardedWeights
+from train.deepspeed.sharding import (
+    ParameterRange,
+    Partition,
+    Sharding,
+    StatePart,
+    by_piece,
+)
 from train.distributed import with_flags
-from train.engine import Accept, Flags, Linear, Revise, Snapshot, StepResult
+from train.engine import Accept, Change, Flags, LinearPart, Revise, Snapshot, StepResult
 from train.forward_record import ForwardRecord, LinearRecord
 from train.model.attention import attention_kernel
 from train.model.config import hidden_matrices, input_groups
@@ -165,8 +172,8 @@ class DeepSpeedEngine:
             totals += sums
 
         if revise:
-            gradients = self._sharding.gradients()
-            revise(self._unpadded(gradients))
+            gradients = self.gradients()
+            revise(gradients)
             self._sharding.set_gradients(gradients)
         totals = with_flags(totals, flags())
         dist.all_reduce(totals)
@@ -230,11 +237,7 @@ class DeepSpeedEngine:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient of `weights()` before clipping."""
-        return self._unpadded(self._sharding.gradients())
-
-    def _unpadded(self, values: list[Tensor]) -> list[Tensor]:
-        """Return views, in the shape of `weights()`, of values in that of their owners."""
-        return [part.of(value) for part, value in zip(self._partitions, values, strict=True)]
+        return self._sharding.gradients(self._partitions)
 
     def by_parameter(self, values: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield HF name and this rank's part for each parameter."""

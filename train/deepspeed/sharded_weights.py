@@ -17,7 +17,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
 from train.deepspeed.sharding import ParameterRange, Partition
-from train.engine import Change, Linear
+from train.engine import Change, LinearPart
 from train.optimizers.stepping import GroupStepOptimizer
 
 
@@ -71,12 +71,18 @@ class ShardedWeights:
         return norm
 
     def gradients(self, partitions: list[Partition]) -> list[Tensor]:
-        """Return the reduced gradients of the partitions."""
+        """Return the reduced gradients of the partitions; live."""
         averaged = self._optimizer.averaged_gradients
         return [
             averaged[group][place].flatten()[: partition.pieces[0].length]
             for partition, (group, place) in zip(partitions, self._places, strict=True)
         ]
+
+    def set_gradients(self, values: list[Tensor]) -> None:
+        """Replace the reduced gradients by values like those of `gradients`."""
+        averaged = self._optimizer.averaged_gradients
+        for value, (group, place) in zip(values, self._places, strict=True):
+            averaged[group][place].view(-1)[: len(value)].copy_(value)
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step, as DeepSpeed does where they overflow."""
@@ -117,7 +123,7 @@ class ShardedWeights:
         for parameter, name in self._names.items():
             if name in names:
                 with GatheredParameters([parameter]):
-                    yield Linear(name, (parameter.detach(),))
+                    yield LinearPart(name, (parameter.detach(),))
 
     def change_linears(self, names: frozenset[str], change: Change) -> Callable[[], None]:
         """Replace weights by what `change` returns; return what restores them."""
@@ -127,7 +133,7 @@ class ShardedWeights:
             if name not in names:
                 continue
             with GatheredParameters([parameter]):
-                changed = change(Linear(name, (parameter.detach(),)), parameter.detach())
+                changed = change(LinearPart(name, (parameter.detach(),)), parameter.detach())
             if changed is not None:
                 self._replace(parameter, changed, saved)
         self.settle()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base.ranks import spans_of_ranks
-from train.engine import Change, Linear, change_in_place
+from train.engine import Change, LinearPart, change_in_place
 from train.model.config import hidden_matrices
 from train.optimizers.matrices import HiddenMatrix, States
 from train.optimizers.settings import GroupStep, MatrixOptimizer
@@ -132,9 +132,9 @@ class Sharding:
         """Return the L2 norm of the whole gradient before clipping; infinite if it overflowed."""
         return torch.as_tensor(self._optimizer.scaled_global_norm())
 
-    def gradients(self) -> list[Tensor]:
-        """Return copies of every group's reduced gradients, flat; padding may follow."""
-        gradients = self._optimizer.averaged_gradients
+    def gradients(self, partitions: list[Partition]) -> list[Tensor]:
+        """Return the reduced gradients of the partitions, one of every group."""
+        averaged = self._optimizer.averaged_gradients
         return [
             partition.of(torch.cat([part.flatten() for part in averaged[group]]))
             for group, partition in enumerate(partitions)
@@ -143,10 +143,11 @@ class Sharding:
     def set_gradients(self, values: list[Tensor]) -> None:
         """Replace the reduced gradients by values like those of `gradients`."""
         for group, value in enumerate(values):
-            parts = self._optimizer.averaged_gradients[group]
-            pieces = value.split([part.numel() for part in parts])
-            for part, piece in zip(parts, pieces, strict=True):
-                part.copy_(piece.view_as(part))
+            start = 0
+            for part in self._optimizer.averaged_gradients[group]:
+                piece = value[start : start + part.numel()]  # the last part may end in padding
+                part.view(-1)[: len(piece)].copy_(piece)
+                start += part.numel()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step, as DeepSpeed does where they overflow."""
@@ -165,11 +166,11 @@ class Sharding:
         """Return those of some parameters that this rank asks for: every rank has all, live."""
         return {name: parameter.detach() for parameter, name in self._names.items() if name in mine}
 
-    def linears(self, names: frozenset[str]) -> Iterator[Linear]:
+    def linears(self, names: frozenset[str]) -> Iterator[LinearPart]:
         """Yield linears by HF name, live."""
         for parameter, name in self._names.items():
             if name in names:
-                yield Linear(name, (parameter.detach(),))
+                yield LinearPart(name, (parameter.detach(),))
 
     def change_linears(self, names: frozenset[str], change: Change) -> Callable[[], None]:
         """Replace weights by what `change` returns; return what restores them."""

@@ -25,7 +25,16 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.distributed import gathered, with_flags
-from train.engine import Accept, Flags, Linear, Revise, Snapshot, StepResult
+from train.engine import (
+    Accept,
+    Change,
+    Flags,
+    LinearPart,
+    Revise,
+    Snapshot,
+    StepResult,
+    change_in_place,
+)
 from train.forward_record import ForwardRecord, LinearRecord
 from train.megatron import transformer_engine
 from train.megatron.layers import kernel_of_attention

@@ -47,15 +47,23 @@ class GroupStepOptimizer(torch.optim.Optimizer):
             group["params"].append(member.parameter)
         super().__init__(list(groups.values()), {"lr": 0.0, "weight_decay": 0.0, "step": 0})
 
-    def start_states(self) -> None:
-        """Set all states to zero, so that a checkpoint can hold them before the first step."""
+    def start_states(self, parts: Iterable[Tensor] = ()) -> None:
+        """Set all states to zero, so that a checkpoint can hold them before the first step.
+
+        `parts` are flat parts of parameters that no group holds between two steps.
+        """
+        for weights in parts:
+            self._start(weights, self._settings.STATES)
         for group in self.param_groups:
             is_whole = group["hidden"] and self._settings.KEEPS_MATRICES_WHOLE
             for weights in group["params"]:
-                self.state[weights] = {
-                    name: torch.zeros_like(weights, dtype=torch.float32, requires_grad=False)
-                    for name in (() if is_whole else self._settings.STATES)
-                }
+                self._start(weights, () if is_whole else self._settings.STATES)
+
+    def _start(self, weights: Tensor, names: Iterable[str]) -> None:
+        self.state[weights] = {
+            name: torch.zeros_like(weights, dtype=torch.float32, requires_grad=False)
+            for name in names
+        }
 
     @property
     def steps(self) -> int:

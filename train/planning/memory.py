@@ -30,6 +30,10 @@ from train.run.schedules import first_step
 # CUDA context, NCCL's buffers, cuBLAS workspaces, transients, slack of the allocator
 FRAMEWORK_BYTES = 4 * 10**9
 ZERO_BUCKET_ELEMENTS = 500_000_000  # gradients that DeepSpeed reduces at once
+ZERO_PREFETCH_ELEMENTS = 50_000_000  # weights that stage 3 gathers ahead of their module
+# Most bytes at once for a weight of the linear that is being changed: MXFP4 and NVFP4 take these,
+# the others fewer; 64-bit words are mixed for the noise.
+ROUNDING, DRAWING = 22, 36
 
 
 class RankMemory(NamedTuple):

@@ -245,7 +245,13 @@ class RunConfig(Frozen):
 
     def perturbed_at(self, step: int) -> bool:
         """Return whether update `step` computes with changed weights."""
-        return bool(self.perturbation and self.perturbation.is_active(step, self._anneal_start))
+        return self.perturbed_steps(step - 1, step) == 1
+
+    def perturbed_steps(self, after: int, until: int) -> int:
+        """Return how many of the updates after `after`, up to `until`, have changed weights."""
+        if self.perturbation is None:
+            return 0
+        return self.perturbation.active_steps(after, until, self._anneal_start)
 
     @property
     def perturbed_from(self) -> int | None:

@@ -64,10 +64,12 @@ class _Perturbation(Frozen, ABC):
         default=None, gt=0, description="the first update with it; None: the anneal's first"
     )
 
-    def first_step(self, anneal_start: int | None) -> int | None:
-        """Return the update that it begins with; None: with an anneal, and there is none.
+    def active_steps(self, after: int, until: int, anneal_start: int | None) -> int:
+        """Return how many of the updates after `after`, up to `until`, have changed weights.
 
         Args:
+            after: 0, or the last update that does not count.
+            until: the last update that counts.
             anneal_start: `Anneal.start_step` of the run, if it has an anneal.
 
         Example: the anneal from step 80 on, and every third step of it.
@@ -76,14 +78,20 @@ class _Perturbation(Frozen, ABC):
             >>> Sam(rho=0.1, every_steps=3).active_steps(0, 100, anneal_start=80)
             7
         """
+        first = self.first_step(anneal_start)
+        if first is None:
+            return 0
+        return max(0, self._eligible(until) - self._eligible(max(after, first - 1)))
+
+    def first_step(self, anneal_start: int | None) -> int | None:
+        """Return the update that it begins with; None: with an anneal, and there is none."""
         if self.from_step is not None:
             return self.from_step
         return None if anneal_start is None else anneal_start + 1
 
-    def is_active(self, step: int, anneal_start: int | None) -> bool:
-        """Return whether update `step`, from 1, computes with changed weights."""
-        first = self.first_step(anneal_start)
-        return first is not None and step >= first
+    def _eligible(self, step: int) -> int:
+        """Return how many of the updates up to `step` may be active."""
+        return step
 
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError where the settings do not fit a model."""
