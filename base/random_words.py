@@ -39,23 +39,14 @@ def words(key: str, start: int, stop: int, *, device: torch.device | str = "cpu"
         >>> words("a stream", 0, 8)[5:].equal(words("a stream", 5, 8))
         True
     """
-    return words_at(key, torch.arange(start, stop, device=device))
-
-
-def words_at(key: str, places: Tensor) -> Tensor:
-    """Return the words at some places, int64 of any shape, of the stream a text names.
-
-    Example: the words of the second row of a matrix of 4 columns.
-        >>> words_at("a stream", torch.tensor([4, 5, 6, 7])).equal(words("a stream", 4, 8))
-        True
-    """
+    places = torch.arange(start, stop, device=device)
     return _xor_shift(_mixed(places * GOLDEN + _first_state(key)), 31)
 
 
 def upper_halves_at(key: str, *places: Tensor) -> Tensor:
     """Return the upper 32 bits of the words at sums of places, which broadcast, as int32.
 
-    They are those of `words_at`, at two thirds of the memory traffic.
+    They are those of `words`, at two thirds of the memory traffic.
 
     Example: a matrix of 4 columns.
         >>> first_of_rows, columns = torch.tensor([[0], [4]]), torch.arange(4)

@@ -1,6 +1,6 @@
 """A claim on what predicts the error: outliers of weights and inputs do not, R_L does.
 
-R_L is the relative squared error of what the last block puts out in the quantized model. It is
+R_L is the relative squared error of the output of the last block in the quantized model. It is
 measured on the quantized model, so nothing but the final norm and the head are between it and the
 error: it is near to a definition of the error, and that it predicts it says little of a mechanism.
 What decides the claim is that outliers, known without quantizing, predict it less.
