@@ -194,7 +194,7 @@ ROUNDING = {  # QAT, by the first word of the spec
     "binary": Changing(73, 6, 23),
 }
 # Random words are of 64 bits, which most of the bytes mix. Linears above 16M weights start more.
-NOISE = Changing(392, 12, 84)
+NOISE = Changing(396, 8, 84)
 # An fp32 main weight in an ascent of SAM and its end: copied, moved along the gradient, restored;
 # and then each time written to the model's weights. With several ascents gradients are summed, too.
 ASCENT, SUM = (8 + 12 + 8 + 2 * FP32), 12
