@@ -31,8 +31,9 @@ SKIPPED = {
     "tensor and pipeline parallel": "four GPUs",
     "Transformer Engine, tensor parallel": "GPU",
 }
-# Other layouts and optimizers of `against_one`, which tests/train has, too.
+# Other layouts and optimizers of `against_one`, and what tests/train and tests/quant_eval have, too.
 STRESSED = {
+    *("rank hangs", "GPTQ on ranks"),
     *("data parallel", "pipeline parallel", "Muon, data parallel", "Muon, tensor parallel"),
     *("ZeRO-2", "on one GPU", "speed, 1B, tensor parallel"),
 }
