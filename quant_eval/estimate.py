@@ -233,7 +233,11 @@ def effects_of(factors: Iterable[str]) -> list[Effect]:
 
 
 def _source(squares: Mapping[Effect, MeanSquare], name: str, before: list[str]) -> ErrorSource:
-    """Return what a factor adds to the factors before it: mean squares with alternating signs."""
+    """Return what a factor adds to the factors before it: mean squares with alternating signs.
+
+    What is left of large parts that nearly cancel may have any degrees of freedom above 0, and the
+    interval any width. With no fewer than one, intervals still hold the truth as often as they say.
+    """
     variance, spread = 0.0, 0.0
     for size in range(len(before) + 1):
         for chosen in combinations(before, size):
@@ -243,4 +247,5 @@ def _source(squares: Mapping[Effect, MeanSquare], name: str, before: list[str]) 
             spread += part.variance**2 / part.degrees_of_freedom
     if variance <= 0:
         return ErrorSource(0.0, math.inf)
-    return ErrorSource(math.sqrt(variance), variance**2 / spread)
+    fewest = min(1.0, squares[frozenset({name})].degrees_of_freedom)
+    return ErrorSource(math.sqrt(variance), max(fewest, variance**2 / spread))

@@ -16,6 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from base.grouping import grouped
+from base.statistics import holm
 from dynamics.claims.schedule import change
 from dynamics.mechanism.equal_loss import differences, paths_from
 from quant_eval.specs import parse_spec
@@ -30,6 +31,7 @@ from study.claims.finding import (
     unpaired,
 )
 from study.claims.verdict import (
+    ALPHA,
     Evidence,
     Measure,
     NotTested,
@@ -153,7 +155,21 @@ def _lower(measure: Measure, arms: Sequence[Arm]) -> Verdict:
 
     parts, left_out = of_groups(grouped(arms, lambda arm: arm.end.group), contrast)
     said = ["arm minus control at equal loss", left_out, _without_control(measure.evidence)]
-    return all_directed(measure, parts, "lower", beside="; ".join(filter(None, said)))
+    verdict = all_directed(measure, parts, "lower", beside="; ".join(filter(None, said)))
+    if verdict.outcome != "supported" or verdict.against:
+        return verdict
+    return verdict._replace(against=_not_by_itself(measure, parts))
+
+
+def _not_by_itself(measure: Measure, parts: Mapping[str, Replicates]) -> str:
+    """Return in words the arms that show nothing alone: the mean may be that of another one."""
+    findings = {label: directed(measure, part) for label, part in parts.items()}
+    adjusted = holm([finding.p for finding in findings.values()])
+    return "; ".join(
+        f"{label}: not significant by itself, {finding.words}"
+        for (label, finding), p in zip(findings.items(), adjusted, strict=True)
+        if p > ALPHA
+    )
 
 
 def _by_measure(

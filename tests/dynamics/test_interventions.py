@@ -99,6 +99,17 @@ def test_an_intervention_is_judged_at_equal_loss(tmp_path, factor, expected):
     assert float(verdict.effect.split()[0]) == pytest.approx(planted, abs=0.002)
 
 
+def test_an_arm_that_shows_nothing_speaks_against_the_mean_of_all(tmp_path):
+    """QAT takes half of the error, noise nothing: their mean is significant, noise is not."""
+    study = arms("qat", "noise")
+    verdict, *_ = judged(
+        tmp_path, study, interventions, partial(error_of, factors={"qat": 0.5, "noise": 0.999})
+    )
+    assert verdict.outcome == YES
+    assert verdict.against.count("not significant by itself") == 1
+    assert "noise of rtn-b3-g32: not significant by itself, -0.0" in verdict.against
+
+
 def test_errors_below_zero_are_compared_at_equal_loss(tmp_path):
     """QAT may make the quantized model better than the exact one: against plain interpolation."""
     study = arms("qat")
