@@ -10,6 +10,7 @@ leave one stage together, such as those that a soup takes in, are thin; the soup
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ import matplotlib
 from matplotlib.colors import to_hex
 
 from base.grouping import grouped
-from study.axes import MODEL, Value
+from study.axes import MODEL, Value, Varied
 from study.definition import Study
 from study.released import ReleasedRun
 from study.results.summary import in_order
@@ -148,7 +149,7 @@ def runs_of(study: Study) -> Runs:
     """Return the looks of a study's runs, in order.
 
     Where what is varied has groups, the colour is that of the value and the marker that of the
-    group.
+    group, unless most groups have the same value.
     """
     runs, varied = in_order(study), study.varied
     groups = {run.name: study.group_of(run).label for run in runs}
@@ -163,7 +164,7 @@ def runs_of(study: Study) -> Runs:
     }
     released = [run for run in runs if isinstance(run, ReleasedRun)]
     looks |= {run.name: _released(looks[run.name], run, released) for run in released}
-    if varied and len(set(varied.groups.values())) > 1:
+    if varied and len(set(varied.groups.values())) > 1 and not _is_crowded(study, varied):
         values = list(dict.fromkeys(varied.values.get(run.name) for run in runs))
         others = list(dict.fromkeys(varied.groups.get(run.name, "") for run in runs))
         for name, look in looks.items():
@@ -174,6 +175,20 @@ def runs_of(study: Study) -> Runs:
     # Several models share a colour over their stages, which the legend does not name.
     heading = study.axes[0].name if study.axes[0].key == MODEL else study.heading
     return Runs(heading, looks)
+
+
+def _is_crowded(study: Study, varied: Varied) -> bool:
+    """Return whether most groups have the same value, whose colour would be that of nearly all.
+
+    Not where these are more than markers: so many colours are too alike.
+    """
+    places = {
+        (value, varied.groups.get(name, ""))
+        for name, value in varied.values.items()
+        if name not in study.controls
+    }
+    most = max(Counter(value for value, _ in places).values(), default=0)
+    return 2 < most <= len(SHAPES) and 2 * most > len(places)
 
 
 def _released(look: Look, run: ReleasedRun, runs: Sequence[ReleasedRun]) -> Look:

@@ -13,9 +13,10 @@ from matplotlib.figure import Figure as Picture
 from dynamics.figures.averages import DASHES, averages
 from study.figures.canvas import Canvas
 from study.figures.figure import Drawn, figures_of
-from study.figures.looks import DASHED, SOLID, colours
+from study.figures.looks import DASHED, SOLID, TRUNK, colours, runs_of
 from study.measurements.curvature import RELATIVE
 from study.recipes.parts import sweep
+from study.recipes.resolve import resolve
 from study.results.table import Row
 from tests.present import present
 from tests.study import factors
@@ -140,6 +141,14 @@ def luminance(colour: str) -> float:
 def test_every_colour_has_the_contrast_of_graphics_on_white(count):
     assert len(set(colours(count))) == count
     assert min(1.05 / (luminance(colour) + 0.05) for colour in colours(count)) >= 3
+
+
+def test_arms_of_one_anneal_have_colours_of_their_own():
+    """Seven arms anneal over a fifth of the tokens: the colour of a share would be that of all."""
+    study = resolve("tiny-interventions", "full")
+    looks = {entry: looks[0] for entry, looks in runs_of(study).groups.items()}
+    assert len({look.colour for look in looks.values()}) == len(looks) == 11
+    assert looks["no anneal"].colour == TRUNK
 
 
 def test_the_first_figure_answers_the_pointer(charts):
