@@ -235,8 +235,9 @@ def effects_of(factors: Iterable[str]) -> list[Effect]:
 def _source(squares: Mapping[Effect, MeanSquare], name: str, before: list[str]) -> ErrorSource:
     """Return what a factor adds to the factors before it: mean squares with alternating signs.
 
-    What is left of large parts that nearly cancel may have any degrees of freedom above 0, and the
-    interval any width. With no fewer than one, intervals still hold the truth as often as they say.
+    What is left of large parts that nearly cancel has nearly no degrees of freedom, and the
+    interval any width. With less than one, the factor's own mean square, which holds it, takes its
+    place.
     """
     variance, spread = 0.0, 0.0
     for size in range(len(before) + 1):
@@ -247,5 +248,7 @@ def _source(squares: Mapping[Effect, MeanSquare], name: str, before: list[str]) 
             spread += part.variance**2 / part.degrees_of_freedom
     if variance <= 0:
         return ErrorSource(0.0, math.inf)
-    fewest = min(1.0, squares[frozenset({name})].degrees_of_freedom)
-    return ErrorSource(math.sqrt(variance), max(fewest, variance**2 / spread))
+    degrees_of_freedom = variance**2 / spread
+    if degrees_of_freedom < 1:
+        variance, degrees_of_freedom = squares[frozenset({name})]
+    return ErrorSource(math.sqrt(variance), degrees_of_freedom)

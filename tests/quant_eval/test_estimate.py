@@ -72,18 +72,18 @@ def test_pseudo_values_of_ratios_are_what_leaving_a_document_out_shows():
             assert pseudo[document, draw] == pytest.approx(24 * full - 23 * without)
 
 
-def test_what_is_left_of_parts_that_cancel_has_a_degree_of_freedom():
+def test_parts_that_nearly_cancel_leave_the_mean_square_of_the_factor():
     """Three documents have a mean square of 1.1 / 9, of 2 degrees, and with seeds 1 / 9, of 4.
 
-    By the formula of Satterthwaite 0.1^2 / (1.1^2 / 2 + 1 / 4) = 0.012, whose 95% interval is wider
-    than any number.
+    By the formula of Satterthwaite what is left has 0.1^2 / (1.1^2 / 2 + 1 / 4) = 0.012 degrees,
+    whose 95% interval is wider than any number.
     """
     documents_D, crossed_D = np.array([1.0, 0.0, -1.0]), np.array([1.0, -2.0, 1.0]) / math.sqrt(3)
     values_SD = math.sqrt(1.1 / 3) * documents_D + np.outer([1.0, 0.0, -1.0], crossed_D)
     estimate = estimate_of(Crossed(values_SD[..., None]))
-    assert estimate.sources[DOCUMENTS].standard_error == pytest.approx(math.sqrt(0.1 / 9))
-    assert estimate.degrees_of_freedom == 1
-    assert estimate.interval()[1] == pytest.approx(12.7062 * math.sqrt(0.1 / 9), rel=1e-5)
+    assert estimate.sources[DOCUMENTS].standard_error == pytest.approx(math.sqrt(1.1 / 9))
+    assert estimate.degrees_of_freedom == pytest.approx(2)
+    assert estimate.interval()[1] == pytest.approx(4.302653 * math.sqrt(1.1 / 9), rel=1e-5)
 
 
 def test_documents_of_unequal_length_count_as_fewer():
