@@ -31,7 +31,7 @@ from train.optimizers.adamw import AdamW
 from train.perturbing import train_step_of
 from train.run.config import RunConfig, load_run
 from train.run.directory import RunDirectory
-from train.run.optimization import ConstantPhase, ScheduleConfig
+from train.run.optimization import ConstantPhase, ScheduleConfig, SpikeConfig
 from train.run.parallel import ZeroConfig
 from train.run.perturbation import Sam
 
@@ -381,6 +381,14 @@ def test_results_of_parts_are_joined_by_counted_labels():
     none = StepResult.of([0, 0, 0], 8, 0.0)
     assert StepResult.joined([none, none]) == StepResult.of([0, 0, 0], 16, 0.0)
     assert not StepResult.joined([parts[0]._replace(loss=math.inf), parts[1]]).is_finite()
+
+
+def test_spikes_are_refused_where_some_updates_ascend(tmp_path):
+    """Norms after an ascent may be larger: each such update would be skipped as a spike."""
+    settings: dict[str, Any] = {"spikes": SpikeConfig()}
+    make_run(tmp_path, perturbation=Sam(from_step=1, rho=0.1), **settings)
+    with pytest.raises(ValidationError, match=r"every_steps to 1 or spikes to null"):
+        make_run(tmp_path, perturbation=Sam(from_step=1, rho=0.1, every_steps=2), **settings)
 
 
 def test_groups_that_do_not_divide_are_refused(tmp_path):

@@ -229,7 +229,14 @@ class RunConfig(Frozen):
                 " perturbation.every_steps"
             )
         perturbation.check(self.model)
+        self._check_ascents()
 
+    def _check_ascents(self) -> None:
+        if isinstance(self.perturbation, Sam) and self.perturbation.every_steps > 1 and self.spikes:
+            raise ValueError(
+                "spikes compares gradient norms of ascended weights with those of other updates;"
+                " set perturbation.every_steps to 1 or spikes to null"
+            )
         sequences = self.ascent_sequences
         for size in self.batch_sizes:
             if sequences and size % sequences:
