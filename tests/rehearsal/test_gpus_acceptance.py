@@ -5,6 +5,7 @@ on a stand-in for its GPU.
 import json
 import multiprocessing
 import subprocess
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -80,11 +81,18 @@ def test_a_check_holds_on_four_ranks(root, name):
     hold(check, bench(root / "of four", check, gpus=4))
 
 
+def reason(root, name: str) -> str:
+    """Why a check is skipped. It may import megatron-core, which changes torch for good."""
+    (check,) = (check for check in ON_SEVERAL if check.name == name)
+    with pytest.raises(SkippedError) as skipped:
+        check.measure(bench(root, check))
+    return str(skipped.value)
+
+
 @pytest.mark.parametrize("name", SKIPPED)
 def test_a_check_that_two_gpus_cannot_make_says_why(root, name):
-    (check,) = (check for check in ON_SEVERAL if check.name == name)
-    with pytest.raises(SkippedError, match=SKIPPED[name]):
-        check.measure(bench(root, check))
+    with ProcessPoolExecutor(1, FORKS) as pool:
+        assert SKIPPED[name] in pool.submit(reason, root, name).result()
 
 
 def test_the_command_starts_ranks_and_writes_their_figures(tmp_path):
