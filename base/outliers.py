@@ -1,6 +1,6 @@
 """Outlier statistics of what linears read and of their weights, by sums that add up.
 
-`quant_eval.outliers` measures checkpoints with them, and `train.observing` runs in training.
+`quant_eval.measuring.outliers` measures checkpoints with them, `train.observing` runs in training.
 
 The text of arXiv:2509.23500 was not at hand, only its abstract and what others write of it. There
 MMR is the ratio of the largest |x| to the mean of |x|, elsewhere to the median, so both are here.

@@ -24,6 +24,7 @@ from dynamics.mechanism.equal_loss import (
 )
 from quant_eval.estimate import Estimate
 from study.axes import amount_name
+from study.claims.finding import times
 from study.claims.verdict import Evidence, Measure, NotTested
 from study.measurements.kind import Column
 from study.measurements.quantization import QUANTIZED_LOSS
@@ -74,10 +75,7 @@ def ranked(
 
 def _differences(low: Sequence[Weighted], high: Sequence[Weighted]) -> list[Weighted]:
     """Return high - low for every seed."""
-    return [
-        [*second, *((row, -weight) for row, weight in first)]
-        for first, second in zip(low, high, strict=True)
-    ]
+    return [[*second, *times(-1, first)] for first, second in zip(low, high, strict=True)]
 
 
 class Arms(NamedTuple):

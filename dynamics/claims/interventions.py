@@ -16,7 +16,6 @@ from functools import partial
 from typing import NamedTuple
 
 from base.grouping import grouped
-from base.statistics import holm
 from dynamics.claims.schedule import change
 from dynamics.mechanism.equal_loss import differences, paths_from
 from quant_eval.specs import parse_spec
@@ -31,7 +30,6 @@ from study.claims.finding import (
     unpaired,
 )
 from study.claims.verdict import (
-    ALPHA,
     Evidence,
     Measure,
     NotTested,
@@ -155,21 +153,8 @@ def _lower(measure: Measure, arms: Sequence[Arm]) -> Verdict:
 
     parts, left_out = of_groups(grouped(arms, lambda arm: arm.end.group), contrast)
     said = ["arm minus control at equal loss", left_out, _without_control(measure.evidence)]
-    verdict = all_directed(measure, parts, "lower", beside="; ".join(filter(None, said)))
-    if verdict.outcome != "supported" or verdict.against:
-        return verdict
-    return verdict._replace(against=_not_by_itself(measure, parts))
-
-
-def _not_by_itself(measure: Measure, parts: Mapping[str, Replicates]) -> str:
-    """Return in words the arms that show nothing alone: the mean may be that of another one."""
-    findings = {label: directed(measure, part) for label, part in parts.items()}
-    adjusted = holm([finding.p for finding in findings.values()])
-    return "; ".join(
-        f"{label}: not significant by itself, {finding.words}"
-        for (label, finding), p in zip(findings.items(), adjusted, strict=True)
-        if p > ALPHA
-    )
+    beside = "; ".join(filter(None, said))
+    return all_directed(measure, parts, "lower", beside=beside, are_unlike=True)
 
 
 def _by_measure(

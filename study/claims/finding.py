@@ -108,8 +108,13 @@ def conclude(
     claimed: str,
     beside: Iterable[str] = (),
     unit: str = "",
+    are_unlike: bool = False,
 ) -> Verdict:
-    """Return the verdict on a claim that the whole is `claimed`; `beside` is said with it."""
+    """Return the verdict on a claim that the whole is `claimed`; `beside` is said with it.
+
+    Of unlike parts, those that show nothing by themselves speak against a supported whole: it may
+    be that of another one.
+    """
     finding, estimate = whole
     adjusted = dict(zip(parts, holm([part.p for part in parts.values()]), strict=True))
     # Parts that point the other way, the most significant first: it is shown as evidence.
@@ -121,6 +126,13 @@ def conclude(
     if finding.p > ALPHA or any(adjusted[label] <= ALPHA for label in others):
         # Also if one part is significantly the other way: then there is no single answer.
         outcome = "not decided"
+    against = f"{others[0]}: {parts[others[0]].way}, {parts[others[0]].words}" if others else ""
+    if are_unlike and outcome == "supported" and not others:
+        against = "; ".join(
+            f"{label}: not significant by itself, {part.words}"
+            for label, part in parts.items()
+            if adjusted[label] > ALPHA
+        )
     each = [
         f"{label}: {part.way}, {part.words}, Holm p {adjusted[label]:.2g}"
         for label, part in parts.items()
@@ -133,7 +145,7 @@ def conclude(
         f"{measure.effect(estimate)}{unit}",
         finding.p,
         f"{len(parts) - len(others)} of {len(parts)} {finding.way}",
-        f"{others[0]}: {parts[others[0]].way}, {parts[others[0]].words}" if others else "",
+        against,
         estimate.holds_seeds,
     )
 
@@ -183,10 +195,11 @@ def all_directed(
     whole: Replicates | None = None,
     beside: str = "",
     unit: str = "",
+    are_unlike: bool = False,
 ) -> Verdict:
     """Judge quantities that are claimed to be 'higher' or 'lower' than 0; their mean, or `whole`.
 
-    `unit` follows the effect in words.
+    `unit` follows the effect in words; `are_unlike` as in `conclude`.
     """
     whole = whole or mean_of(list(parts.values()))
     findings = {label: directed(measure, part) for label, part in parts.items()}
@@ -197,4 +210,5 @@ def all_directed(
         claimed,
         [beside, unpaired(measure, whole)],
         unit,
+        are_unlike,
     )

@@ -133,9 +133,7 @@ def _sides(states: "dict[str, Tensor]") -> list[str]:
 
 def _into_bases(matrix: "Tensor", states: "dict[str, Tensor]") -> "Tensor":
     """Return Q_L^T X Q_R of a matrix X, a new tensor."""
-    turned = matrix.clone()
-    if "left_basis" in states:
-        turned = states["left_basis"].T @ turned
+    turned = states["left_basis"].T @ matrix if "left_basis" in states else matrix.clone()
     return turned @ states["right_basis"] if "right_basis" in states else turned
 
 
