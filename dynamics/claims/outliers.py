@@ -74,7 +74,9 @@ def _better(measure: Measure, points: Sequence[CheckpointRow], within: bool) -> 
     Supported takes all: the largest p-value decides (Berger 1982, intersection-union test). One
     that correlates more refutes it: the smallest p-value of those, times their number (Bonferroni).
     """
-    advantages = {column.title: _over(measure, points, column, within) for column in OUTLIERS}
+    # A title ends with what a further column holds.
+    titles = {column: column.title.partition(";")[0] for column in OUTLIERS}
+    advantages = {titles[column]: _over(measure, points, column, within) for column in OUTLIERS}
     above = {title: better for title, better in advantages.items() if better.value < 0}
     if above:
         name = min(above, key=lambda title: above[title].p_value)
