@@ -15,9 +15,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from base.environment import environment
+from base.environment_in_words import differences_in_words, in_words
 from base.errors import UserError
 from base.files import take_lock, write_json
 from base.gpus import check_fp32
@@ -44,8 +45,6 @@ what a site has to allow:
   - connections between the nodes of a job, at any port
   - for preempted jobs: PreemptMode=REQUEUE; after CANCEL they come back by 'status --watch' alone
   - interpreter, project and image readable on every node; no network is needed there"""
-MAIN = ("torch", "megatron-core", "transformer-engine")
-TITLES = {"cuda": "CUDA", "cudnn": "cuDNN", "nccl": "NCCL", "driver": "driver"}
 SRUN_SECONDS = 240
 TRAFFIC_BYTES, REPEATS = 64 << 20, 5
 
@@ -156,55 +155,6 @@ def _wait(job: str, directory: Path, seconds: int) -> str | None:
                 " other resources in [resources.train]"
             )
         time.sleep(POLL_SECONDS)
-
-
-def in_words(environment: dict[str, Any]) -> str:
-    """Return the versions of an environment's main parts, and of which none of them is its own.
-
-    >>> in_words({
-    ...     "packages": {"torch": "2.15.0", "megatron-core": "0.19.2"},
-    ...     "cuda": "13.0", "origins": {"torch": "system", "cuda": "system"},
-    ...     "container": {"kind": "apptainer", "image": "quantdyn.sif"},
-    ... })
-    'torch 2.15.0 (system), megatron-core 0.19.2, CUDA 13.0 (system), in apptainer quantdyn.sif'
-    """
-    packages, origins = environment["packages"], environment["origins"]
-    versions = {name: packages[name] for name in MAIN if name in packages}
-    versions |= {name: environment[name] for name in TITLES if environment.get(name)}
-
-    words = []
-    for name, version in versions.items():
-        origin = f" ({origins[name]})" if name in origins else ""
-        words.append(f"{TITLES.get(name, name)} {version}{origin}")
-    container = environment["container"]
-    if container:
-        words.append(f"in {_container_in_words(container)}")
-    return ", ".join(words)
-
-
-def _container_in_words(container: dict[str, str]) -> str:
-    image = " ".join((container.get("kind", "the image"), container.get("image", ""))).strip()
-    if "nvidia_pytorch" in container:
-        return f"{image} of NVIDIA's PyTorch {container['nvidia_pytorch']}"
-    return image
-
-
-def differences_in_words(environment: dict[str, Any]) -> str:
-    """Return how an environment differs from the lock.
-
-    >>> differences_in_words({"differs_from_tested": {"torch": {"tested": "2.14", "here": "2.15"}}})
-    'differs from the tested versions: torch 2.15 here, 2.14 tested'
-    """
-    differs = environment["differs_from_tested"]
-    if differs is None:
-        return "not compared with the tested versions: there is no requirements.lock"
-    if not differs:
-        return "as tested"
-    pairs = [
-        f"{name} {version['here']} here, {version['tested']} tested"
-        for name, version in differs.items()
-    ]
-    return f"differs from the tested versions: {'; '.join(pairs)}"
 
 
 def first(directory: Path) -> Iterator[Check]:

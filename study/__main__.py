@@ -181,15 +181,17 @@ def status(
     name: StudyName,
     root: Root = Path("runs"),
 ) -> None:
-    """Show which steps of a study are complete, and why the next one of each kind is not.
+    """Show which steps of a study are complete, why the next of each kind is not, and trainings.
 
     Example: python -m study status tiny --root runs
     """
     from study.pipeline.ledger import Ledger, status_lines
     from study.steps import steps_of
+    from study.trainings import progress_lines
 
     directory, study = existing(name, root)
-    typer.echo("\n".join(status_lines(Ledger(directory, steps_of(study)))))
+    lines = [*status_lines(Ledger(directory, steps_of(study))), *progress_lines(directory, study)]
+    typer.echo("\n".join(lines))
 
 
 @app.command(hidden=True)

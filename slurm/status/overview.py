@@ -15,7 +15,6 @@ from typing import Literal, assert_never
 from base.errors import UserError, printable
 from base.names import nearest
 from slurm.cluster import JobState
-from slurm.status.trainings import Training, training_of
 from slurm.submission.advance import NotSubmitted, why_not
 from slurm.submission.record import (
     Element,
@@ -28,6 +27,7 @@ from slurm.submission.record import (
 from slurm.submission.survey import ElementSurvey, survey
 from study.definition import Study, load_study
 from study.step import Step
+from study.trainings import Training, training_of
 
 HOUR = 3600.0
 Situation = Literal[

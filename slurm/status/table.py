@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
@@ -17,12 +16,13 @@ from slurm.cluster import elements_text
 from slurm.status.overview import MARKS, ElementStatus, Hours, Overview, Situation, last_error, look
 from slurm.submission.advance import advance
 from study.step import Step
+from study.trainings import PROGRESS, short
 
 Row = tuple[str, ...]
 
 ELEMENTS_SHOWN = 20
 MARKS_PER_ROW = 40
-TRAINING = ("training", "state", "step", "logged", "tokens", "loss", "tokens/s", "left", "saved")
+TRAINING = ("training", "state", "logged", *PROGRESS)
 MEASURING = ("measuring", "of", "made", "checkpoints", "not made")
 IN_SLURM: tuple[Situation, ...] = ("running", "started", "held", "queued")
 
@@ -70,20 +70,9 @@ def training_rows(overview: Overview) -> list[Row]:
         runs = overview.situations[step.name] in ("running", "started")
         # The age of the log says something of a training at work alone.
         logged = training.silent_seconds if runs else None
-        left = training.left_seconds
-        rows.append(
-            (
-                run.name,
-                _training_state(overview, step),
-                f"{training.step or 0:,}/{run.total_steps:,}",
-                "-" if logged is None else f"{logged:.0f} s ago",
-                short(training.tokens),
-                "-" if training.loss is None else f"{training.loss:.4f}",
-                "-" if training.tokens_per_second is None else short(training.tokens_per_second),
-                "-" if left is None else str(timedelta(seconds=round(left))),
-                "-" if training.checkpoint is None else f"{training.checkpoint:,}",
-            )
-        )
+        words = "-" if logged is None else f"{logged:.0f} s ago"
+        state = _training_state(overview, step)
+        rows.append((run.name, state, words, *training.progress(run)))
     return rows
 
 
@@ -191,20 +180,6 @@ def _limited(
     if more > 0:
         shown.append(f"and {more:,} more; 'python -m slurm logs NAME' lists them")
     return shown
-
-
-def short(number: float) -> str:
-    """Write a number with three digits.
-
-    >>> [short(number) for number in (0, 60_000, 999_900, 350.2e9)]
-    ['0', '60K', '1M', '350B']
-    """
-    for unit in ("", "K", "M", "B"):
-        # 999.5 and more would be rounded to 1000, which is written in the next unit.
-        if number < 999.5:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}T"
 
 
 def watch(study_dir: Path, seconds: int) -> None:

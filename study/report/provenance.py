@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 
 from base.environment import PROJECT, version_line
+from base.environment_in_words import differences_in_words
 from base.frozen import in_words
 from base.grouping import grouped
 from study.definition import Study
@@ -64,6 +65,8 @@ def _training_rows(directory: Path, study: Study) -> dict[str, str]:
         versions |= last.get("packages", {})
         used = [f"{name} {version}" for name, version in versions.items() if name not in others]
         rows["software"] = ", ".join(used)
+        if "differs_from_tested" in last:
+            rows["versions"] = differences_in_words(last)
     return rows
 
 

@@ -30,7 +30,6 @@ from slurm.cluster import parse_sacct, parse_squeue
 from slurm.site import EXAMPLE, load_site
 from slurm.status.overview import look
 from slurm.status.table import lines_of
-from slurm.status.trainings import straggler_of, training_of
 from slurm.submission.record import (
     exclude,
     excluded_nodes,
@@ -45,6 +44,7 @@ from study.pipeline.ledger import Ledger
 from study.recipes.resolve import resolve
 from study.results.table import Row, read_table, write_table
 from study.steps import steps_of
+from study.trainings import straggler_of, training_of
 from tests.fuzz.mutators import (
     mutated_bytes,
     mutated_header,

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import random
 import re
 import time
 from collections.abc import Iterator
@@ -18,13 +17,11 @@ from slurm import cluster
 from slurm.site import JobLimits
 from slurm.status.overview import last_error, look, situation_of
 from slurm.status.table import lines_of, measuring_rows, training_rows, watch
-from slurm.status.trainings import straggler_of, tail_rows, training_of
 from slurm.submission.arrays import FINAL, arrays_of
 from slurm.submission.record import append, log_of, record_end, record_start, write_plan
 from slurm.submission.submit import write_scripts
 from study.definition import save_study
 from study.steps import steps_of
-from tests.present import present
 from tests.sealing import write_ending
 from tests.slurm.studies import (
     in_state,
@@ -291,63 +288,6 @@ def test_node_hours_are_those_of_the_starts(study_dir, study, answers, monkeypat
     assert "1 element queued, the first for 3 h; next start expected 2031-01-01T08" in told_of(
         study_dir
     )
-
-
-def test_the_newest_attempt_counts_and_no_clock(study_dir, study):
-    run = study.runs[1]
-    write_metrics(study_dir, run.name, range(1, 30), attempt=1)
-    write_metrics(study_dir, run.name, range(10, 21), attempt=2, tokens_per_second=500.0)
-    write_metrics(study_dir, run.name, range(30, 33), attempt=1)  # an orphan
-    training = training_of(study_dir, run)
-    assert (training.step, training.tokens) == (20, 40_000)
-    assert (training.loss, training.tokens_per_second) == (5 - 20 / 100, 500.0)
-    assert training.left_seconds == (run.total_steps * run.tokens_per_step - 40_000) / 500
-    write_metrics(study_dir, run.name, range(21, 71), attempt=2, tokens_per_second=-3.0, time=-1e12)
-    training = training_of(study_dir, run)
-    assert (training.step, training.tokens_per_second, training.left_seconds) == (70, None, None)
-    assert training_of(study_dir, study.runs[0]).step is None
-
-
-def test_the_end_of_a_file_is_read_as_its_lines_are(tmp_path):
-    rng, path = random.Random(1), tmp_path / "rows.jsonl"
-    rows = [{"step": step, "text": "x" * rng.randrange(60)} for step in range(200)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 200, "te')
-    length = path.stat().st_size
-    for size in (1, 20, 100, 1000, length - 1, length, 2 * length):
-        # by the obvious way: lines that begin at or after this byte
-        begins = length - min(size, length)
-        offsets = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in range(200)]
-        assert tail_rows(path, size) == [
-            row for row, at in zip(rows, offsets, strict=True) if at >= begins
-        ]
-    path.write_text('{"step": 1}\n{"step"\n[]\n{"step": "one"}\n\xff\n{"step": 2}\n')
-    assert tail_rows(path, 1000) == [{"step": 1}, {"step": 2}]
-
-
-@pytest.mark.parametrize(
-    ("busy", "slowest"),
-    [
-        ([1.0, 1.0, 1.0, 1.31], "rank 3 on node2 computes 1.31 times as long as the median of 4"),
-        ([1.0, 1.0, 1.0, 1.29], None),
-        ([1.0, 4.0], "rank 1 on node1 computes 1.60 times as long as the median of 2"),
-        ([1.0, 2.0, 1.0, 1.0, 3.0, 1.0], "rank 4 on node3 computes 3.00 times as long as the"),
-        ([9.0], None),
-        ([0.0, -1.0, 0.0], None),
-    ],
-)
-def test_stragglers(tmp_path, busy, slowest):
-    write_ranks(tmp_path, "run", 50, 1, [1.0, 9.0, 1.0, 1.0])  # an earlier report
-    write_ranks(tmp_path, "run", 40, 2, busy)
-    write_ranks(tmp_path, "run", 60, 1, [1.0, 9.0, 1.0, 1.0])  # of an orphan
-    message = straggler_of(RunDirectory(tmp_path / "run").ranks)
-    assert message is None if slowest is None else present(message).startswith(slowest)
-
-
-def test_a_slow_gpu_is_a_straggler(tmp_path):
-    """By the product that each times: their processes are all as busy."""
-    write_ranks(tmp_path, "run", 50, 1, [2e-4, 2e-4, 3e-4, 2e-4], figure="product_seconds")
-    message = straggler_of(RunDirectory(tmp_path / "run").ranks)
-    assert message == "rank 2 on node2 computes 1.50 times as long as the median of 4 ranks"
 
 
 def test_the_error_of_a_log(tmp_path):

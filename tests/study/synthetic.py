@@ -41,6 +41,7 @@ ATTEMPT = {  # an entry of environment.json; versions that no release has
     "commit": "c0ffee" * 6 + "c0ff",
     "python": "3.99.1",
     "packages": {"torch": "2.99.2", "megatron-core": "0.99.3", "deepspeed": "0.99.4"},
+    "differs_from_tested": {"torch": {"tested": "2.14.0", "here": "2.99.2"}},
 }
 
 

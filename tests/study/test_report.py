@@ -168,6 +168,10 @@ def test_the_engine_and_its_version_are_named(page, tmp_path):
     assert facts(page)["engine"] == "megatron-core, 1 rank"
     software = "quantdyn 7.8.9, python 3.99.1, torch 2.99.2, megatron-core 0.99.3"
     assert facts(page)["software"] == software
+    assert (
+        facts(page)["versions"]
+        == "differs from the tested versions: torch 2.99.2 here, 2.14.0 tested"
+    )
     assert facts(page)["this report"] == version_line()
     changed = resolve("tiny", "full", ("engine=deepspeed",))
     directory = write_study(tmp_path / "other" / changed.name, changed)

@@ -7,12 +7,15 @@ tokens per second.
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from base.aligned import aligned
 from base.errors import UserError
 from base.reading import parse_json
+from study.definition import Study
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
@@ -28,6 +31,7 @@ FIGURES = (
     *("product_seconds", "busy_seconds_p50"),
 )
 STRAGGLER = 1.3  # times the median of the ranks
+PROGRESS = ("step", "tokens", "loss", "tokens/s", "left", "saved")  # the columns of a table
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,29 @@ class Training:
     checkpoint: int | None  # step of the newest whole one, restart checkpoints included
     straggler: str | None  # the rank that holds up the others
     silent_seconds: float | None  # since it last logged, by the clock of this machine; None: never
+
+    def progress(self, run: RunConfig) -> tuple[str, ...]:
+        """Return the cells of a row of PROGRESS."""
+        speed, left = self.tokens_per_second, self.left_seconds
+        return (
+            f"{self.step or 0:,}/{run.total_steps:,}",
+            short(self.tokens),
+            "-" if self.loss is None else f"{self.loss:.4f}",
+            "-" if speed is None else short(speed),
+            "-" if left is None else str(timedelta(seconds=round(left))),
+            "-" if self.checkpoint is None else f"{self.checkpoint:,}",
+        )
+
+
+def progress_lines(study_dir: Path, study: Study) -> list[str]:
+    """Return a table of the trainings that have begun; none before the first."""
+    trainings = [(run, training_of(study_dir, run)) for run in study.trained]
+    rows = [
+        (run.name, *training.progress(run))
+        for run, training in trainings
+        if training.silent_seconds is not None
+    ]
+    return ["", *aligned([("training", *PROGRESS), *rows])] if rows else []
 
 
 def training_of(study_dir: Path, run: RunConfig) -> Training:
@@ -154,3 +181,17 @@ def _newest_attempt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of the newest attempt, without those of orphans."""
     newest = max((row.get("attempt", 0) for row in rows), default=0)
     return [row for row in rows if row.get("attempt", 0) == newest]
+
+
+def short(number: float) -> str:
+    """Write a number with three digits.
+
+    >>> [short(number) for number in (0, 60_000, 999_900, 350.2e9)]
+    ['0', '60K', '1M', '350B']
+    """
+    for unit in ("", "K", "M", "B"):
+        # 999.5 and more would be rounded to 1000, which is written in the next unit.
+        if number < 999.5:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}T"
