@@ -4,8 +4,10 @@ Never name an element of an array by a plain number: the last one has the array'
 takes that for all of them.
 """
 
+import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,20 +18,22 @@ from pathlib import Path
 
 from base.errors import UserError
 
-# "|" ends a field, which else is cut off at 20 characters.
-SQUEUE_FIELDS = "JobArrayID:|,State:|,Reason:|,NodeList:|,RestartCnt:|,exit_code:|,StartTime:|"
-SQUEUE = ("squeue", "--noheader", "--states=all", "--array", "-O", SQUEUE_FIELDS)
-SACCT_FIELDS = "JobID,State,Reason,NodeList,Submit,ExitCode"
-SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", "-o", SACCT_FIELDS)
-# A job, an element, or "123_[4,6-12:2%3]" of elements that wait.
+# "|" ends a field, which else is cut off at 20 characters, and thereby every line. The first field
+# is not read: it takes in what a wrapper of the site printed before, without a line end.
+QUEUE_FIELDS = "QOS:|,JobArrayID:|,State:|,Reason:|,NodeList:|,RestartCnt:|,exit_code:|,StartTime:|"
+SQUEUE = ("squeue", "--noheader", "--states=all", "--array", "-O", QUEUE_FIELDS)
+SACCT_FIELDS = "QOS,JobID,State,Reason,NodeList,Submit,ExitCode"
+SACCT = ("sacct", "--noheader", "--parsable", "--allocations", "--duplicates", "-o", SACCT_FIELDS)
 INDICES = r"\d{1,7}(?:-\d{1,7}(?::[1-9]\d{0,6})?)?"  # an index is below 4,000,001
-NAME = rf"(\d{{1,10}}(?:[_+]\d{{1,10}}|_\[{INDICES}(?:,{INDICES})*(?:%\d{{1,7}})?\])?)"
-SQUEUE_LINE = re.compile(
-    NAME + r"\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(\d{1,10})\|(\d{1,10})\|([^|]*)\|\s*", re.ASCII
-)
-SACCT_LINE = re.compile(
-    NAME + r"\|([A-Z_]+)(?: [^|]*)?\|([^|]*)\|([^|]*)\|(\d{1,19})\|(\d{1,10}:\d{1,10})", re.ASCII
-)
+BRACKET = rf"\[{INDICES}(?:,{INDICES})*(?:%\d{{1,7}})?\]"
+NAMES = rf"(?:[^][,]|{BRACKET})+"
+TEXT, COUNT = r"\|([^|]*)", r"\|(\d{1,10})"
+# A job, an element, or "123_[4,6-12:2%3]" of elements that wait, and its state.
+BEGIN = rf".*\|(\d{{1,10}}(?:[_+]\d{{1,10}}|_{BRACKET})?)\|([A-Z_]+)"
+SQUEUE_LINE = re.compile(rf"{BEGIN}{TEXT}{TEXT}{COUNT}{COUNT}{TEXT}\|\s*", re.ASCII)
+ACCOUNTED = rf"(?: [^|]*)?{TEXT}{TEXT}\|(\d{{1,19}})\|(\d{{1,10}}:\d{{1,10}})\|\s*"
+SACCT_LINE = re.compile(BEGIN + ACCOUNTED, re.ASCII)
+PART = re.compile(r"\|\d|\d\|", re.ASCII)  # in what is left of such a line, but in no note
 # SLURM 21.08 to 25.11; all others are of jobs that wait, run or are about to end.
 ENDED = re.compile(
     "COMPLETED|FAILED|TIMEOUT|NODE_FAIL|PREEMPTED|CANCELLED|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE"
@@ -80,31 +84,29 @@ def elements_text(count: int) -> str:
 
 
 class TornError(UserError):
-    """An answer of SLURM that is not whole, or not its own alone."""
+    """An answer of SLURM that is not whole."""
 
 
-def whole_lines(text: str, pattern: re.Pattern[str], command: str) -> Iterator[re.Match[str]]:
-    """Yield the match of every line; TornError for one that does not match, or is cut off."""
-    # A whole answer ends with a line end, so the rest is empty; any other rest was cut off.
-    *lines, rest = text.split("\n")
-    for line in [*lines, *filter(None, [rest])]:
-        match = pattern.fullmatch(line)
-        if match is None or line is rest:
+def own_lines(text: str, pattern: re.Pattern[str], command: str) -> Iterator[re.Match[str]]:
+    """Yield the match of every line but notes of the site; TornError for a part of a line."""
+    for line in text.split("\n"):
+        if match := pattern.fullmatch(line):
+            yield match
+        elif PART.search(line):
             raise TornError(
                 f"{command} answered {line!r:.80}, which is not one of its lines; look at what"
                 f" `{command}` prints here, and run again"
             )
-        yield match
 
 
 def parse_squeue(text: str) -> dict[str, JobState]:
-    """Return the elements in lines of SQUEUE_FIELDS; TornError if they are not whole."""
+    """Return the elements in lines of QUEUE_FIELDS; TornError if they are not whole."""
     states = {}
-    for line in whole_lines(text, SQUEUE_LINE, "squeue"):
+    for line in own_lines(text, SQUEUE_LINE, "squeue"):
         name, state, reason, nodes, restarts, status, starts = line.groups()
         ended_with = f"{int(status) >> 8}:{int(status) & 127}"  # as waitpid() returned it
         exit_code = ended_with if ENDED.fullmatch(state) else None
-        for element in _elements(name):
+        for element in expand(name):
             states[element] = JobState(
                 state, reason, nodes, int(restarts), exit_code, starts.replace("N/A", "")
             )
@@ -118,9 +120,9 @@ def parse_sacct(text: str) -> dict[str, JobState]:
     it: cut off. TornError if the lines are not whole.
     """
     lines: dict[str, list[list[str]]] = {}
-    for line in whole_lines(text, SACCT_LINE, "sacct"):
+    for line in own_lines(text, SACCT_LINE, "sacct"):
         name, *values = line.groups()
-        for element in _elements(name):
+        for element in expand(name):
             lines.setdefault(element, []).append(values)
     states = {}
     for element, attempts in lines.items():
@@ -133,18 +135,31 @@ def parse_sacct(text: str) -> dict[str, JobState]:
     return states
 
 
-def _elements(name: str) -> Iterator[str]:
-    """Yield the elements of a name: "123_4", or "123_[4,6-12:2%3]" for pending ones."""
-    # After "%" comes a limit of elements at once, which names none.
-    array, bracket, indices = name.partition("_[")
-    if not bracket:
-        yield name
-        return
-    for part in indices.rstrip("]").partition("%")[0].split(","):
+def expand(names: str) -> list[str]:
+    """Return the names in a list of nodes or elements, without SLURM: nodes of jobs may lack it.
+
+    >>> expand("r[1-2]n[09-10],login"), expand("123_[4,6-10:2%3]")
+    (['r1n09', 'r1n10', 'r2n09', 'r2n10', 'login'], ['123_4', '123_6', '123_8', '123_10'])
+    """
+    if not re.fullmatch(rf"(?:{NAMES}(?:,{NAMES})*)?", names, re.ASCII):
+        raise UserError(f"{names!r:.80} is not a list of nodes; look at SLURM_JOB_NODELIST")
+    expanded: list[str] = []
+    for name in re.findall(NAMES, names, re.ASCII):
+        # Text is before, between and after brackets.
+        parts = enumerate(re.split(r"\[(.*?)\]", name))
+        choices = [_numbers(part) if place % 2 else [part] for place, part in parts]
+        expanded += map("".join, itertools.product(*choices))
+    return expanded
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    """Yield the numbers of ranges such as "01-03,7", each as wide as the first of its range."""
+    # After "%" comes a limit of elements at once, which is none of them.
+    for part in ranges.partition("%")[0].split(","):
         span, _, step = part.partition(":")
         first, _, last = span.partition("-")
         spanned = range(int(first), int(last or first) + 1, int(step or 1))
-        yield from (f"{array}_{index}" for index in spanned)
+        yield from (f"{number:0{len(first)}}" for number in spanned)
 
 
 TIMEOUT_SECONDS = 60
@@ -168,9 +183,6 @@ NEXT_ACTIONS = (  # pattern of SLURM's message, in lower case -> what to do next
 )
 
 
-COMMENT_LINE = re.compile(r"(\d{1,10})\|([^|]*)\|.*", re.ASCII)
-
-
 def sbatch_words(array: str, token: str) -> list[str]:
     """Return sbatch and its options, of which `token` tells this very call from all others."""
     return ["sbatch", "--parsable", f"--array={array}", f"--comment={token}"]
@@ -183,26 +195,35 @@ def submit(script: Path, array: str, token: str) -> int:
         SubmitLimitError: the queue is full for this user, account or QOS.
         UserError: SLURM refuses the script, or does not answer.
     """
-    answer = _answer(*sbatch_words(array, token), str(script.resolve())).strip()
-    job, _, _ = answer.partition(";")  # the cluster's name follows where there are several
-    if not re.fullmatch(r"\d{1,10}", job, re.ASCII):
+    answer = _answer(*sbatch_words(array, token), str(script.resolve()))
+    # The cluster's name follows where there are several; a site may print lines of its own.
+    ids = re.findall(r"^(\d{1,10})(?:;\S*)?\s*$", answer, re.MULTILINE | re.ASCII)
+    job = int(ids[-1]) if ids else job_of(token)
+    if job is None:
         raise UserError(
-            f"sbatch answered {answer!r:.80} and no job id; look at `squeue --me` before trying"
-            " again"
+            f"sbatch answered {answer!r:.80} and no job id, and squeue shows no job of this call;"
+            " look at what both print, and run again: the job is looked for by its token"
         )
-    return int(job)
+    return job
 
 
 def job_of(token: str) -> int | None:
-    """Return the job that the sbatch call of this token made; None without one that SLURM knows."""
-    fields = "ArrayJobID:|,Comment:|"
+    """Return the job that the sbatch call of this token made; None if TRIES answers show none."""
+    fields = "Partition:|,ArrayJobID:|,Comment:|"
     command = ("squeue", "--me", "--noheader", "--states=all", "-O", fields)
-    lines = _whole(lambda: list(whole_lines(_answer(*command), COMMENT_LINE, "squeue")))
-    # The token is in the comment of one call alone.
-    for line in lines:
-        if line[2].strip() == token:
-            return int(line[1])
+    # The token is in the comment of one call alone; other comments may be of any form.
+    line = re.compile(rf"\|(\d{{1,10}})\|{re.escape(token)}\|", re.ASCII)
+    for left in reversed(range(TRIES)):
+        if match := line.search(_answer(*command)):
+            return int(match[1])
+        if left:
+            time.sleep(TRY_SECONDS)
     return None
+
+
+def can_submit() -> bool:
+    """Return whether this machine can: nodes of some sites have srun alone of SLURM's commands."""
+    return None not in (shutil.which("squeue"), shutil.which("sbatch"))
 
 
 def check(script: Path) -> None:
@@ -218,7 +239,8 @@ def states(elements: Collection[str]) -> dict[str, JobState]:
     """
     by_element: dict[str, JobState] = {}
     for batch in _batches(_jobs(elements)):
-        by_element |= _whole(partial(_queued, batch))
+        queue = _whole(partial(_queued, batch))
+        by_element |= queue or {}
     for batch in _batches(_jobs(set(elements) - by_element.keys())):
         accounts = _whole(partial(_accounted, batch))
         if accounts is None:
@@ -228,14 +250,26 @@ def states(elements: Collection[str]) -> dict[str, JobState]:
     return {name: by_element[name] for name in elements if name in by_element}
 
 
-def _queued(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Return the elements of jobs that squeue knows."""
+def gone(elements: Collection[str]) -> set[str]:
+    """Return those of elements, which `states` does not list, that SLURM says it does not have."""
+    # slurmctld says so of one job, not of several. It lists an array without what it forgot. Either
+    # has to hold twice in a row, and an empty answer says nothing.
+    names: set[str] = set()
+    for job in _jobs(elements):
+        answers = [_whole(partial(_queued, [job])) for _ in range(2)]
+        if {} not in answers:
+            listed = set().union(*filter(None, answers))
+            names |= {name for name in elements if name.partition("_")[0] == job} - listed
+    return names
+
+
+def _queued(jobs: Sequence[str]) -> dict[str, JobState] | None:
+    """Return the elements of jobs that squeue lists; None if it says that it knows none."""
     queue = _run(*SQUEUE, f"--jobs={','.join(jobs)}")
-    if queue.returncode == 0:
-        return parse_squeue(queue.stdout)
-    if "Invalid job id" in queue.stderr:  # its message on one id that it lacks
-        return {}
-    raise _refusal("squeue", queue.stderr)
+    is_unknown = "Invalid job id" in queue.stderr  # its message on one id that it lacks
+    if queue.returncode and not is_unknown:
+        raise _refusal("squeue", queue.stderr)
+    return parse_squeue(queue.stdout) or (None if is_unknown else {})
 
 
 def _accounted(jobs: Sequence[str]) -> dict[str, JobState] | None:
@@ -283,7 +317,7 @@ def cancel(elements: Sequence[str]) -> None:
 def max_array_size() -> int:
     """Return one more than the largest index of an array."""
     settings = _answer("scontrol", "show", "config")
-    match = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})$", settings, re.MULTILINE | re.ASCII)
+    match = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})\s*$", settings, re.MULTILINE | re.ASCII)
     if match is None:
         raise UserError("`scontrol show config` states no MaxArraySize; run again, or look at it")
     return int(match[1])
@@ -292,11 +326,6 @@ def max_array_size() -> int:
 def partition(name: str) -> str:
     """Return what SLURM says of a partition; UserError for one that it does not know."""
     return _answer("scontrol", "show", "partition", name)
-
-
-def hostnames(nodelist: str) -> list[str]:
-    """Return the nodes of a list such as `node[1-3,7]`."""
-    return _answer("scontrol", "show", "hostnames", nodelist).split() if nodelist else []
 
 
 def _batches(words: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -342,7 +371,9 @@ class SubmitLimitError(UserError):
 
 def _refusal(command: str, output: str) -> UserError:
     """Return one line: what SLURM said, and what to do about it."""
-    lines = [re.sub(r"^s\w+: (error: |fatal: )?", "", line) for line in output.splitlines()]
+    # Lines that do not begin with the name of a command are notes of the site, beside others.
+    lines = re.findall(r"^s\w+(?:: | error: ).*", output, re.MULTILINE) or output.splitlines()
+    lines = [re.sub(r"^s\w+: (error: |fatal: )?", "", line) for line in lines]
     message = "; ".join(line for line in lines if line.strip()) or "failed without a message"
     action = next(to_do for pattern, to_do in NEXT_ACTIONS if re.search(pattern, message.lower()))
     kind = SubmitLimitError if action is LOWER_MAX_QUEUED else UserError

@@ -40,7 +40,7 @@ PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel", "srun")
 NEEDS = """\
 what a site has to allow:
   - root on a filesystem that all nodes and this machine see, with flock across them
-  - sbatch, squeue and scontrol on compute nodes; else keep 'status NAME --watch 60' running here
+  - sbatch and squeue on compute nodes; else keep 'status NAME --watch 60' running here
   - srun inside a batch job, and --signal before the time limit
   - connections between the nodes of a job, at any port
   - for preempted jobs: PreemptMode=REQUEUE; after CANCEL they come back by 'status --watch' alone
@@ -160,7 +160,7 @@ def _wait(job: str, directory: Path, seconds: int) -> str | None:
 def first(directory: Path) -> Iterator[Check]:
     """Yield what is checked once; start what is checked on every node."""
     site = read_model(Site, directory / "site.json")
-    nodes = cluster.hostnames(os.environ["SLURM_JOB_NODELIST"])
+    nodes = cluster.expand(os.environ["SLURM_JOB_NODELIST"])
     yield _slurm_from_here(directory)
     everywhere = on_every_node(len(nodes))
     prefix, python = srun_prefix(site, "train", everywhere), site.measuring_python

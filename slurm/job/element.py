@@ -26,6 +26,7 @@ from slurm.job.supervision import (
     end,
     forget_earlier_stops,
     say,
+    show_life,
     stopped_by,
     wait_for,
 )
@@ -38,6 +39,7 @@ from slurm.submission.record import (
     Ending,
     exclude,
     existing_submission,
+    log_of,
     position_of,
     record_end,
     record_start,
@@ -91,7 +93,7 @@ class ElementStart:
         if unknown := [name for name in names if name not in self.ledger.steps]:
             raise UserError(f"{study_dir} has no step {unknown[0]!r:.80}; submit it again")
         self.steps = [self.ledger.steps[name] for name in names]
-        self.nodes = cluster.hostnames(os.environ["SLURM_JOB_NODELIST"])
+        self.nodes = cluster.expand(os.environ["SLURM_JOB_NODELIST"])
         self.everywhere = on_every_node(len(self.nodes))
 
     def position(self) -> int:
@@ -375,6 +377,7 @@ def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> Non
     """
     parent, task = os.environ["SLURM_ARRAY_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
     job = f"{parent}_{task}"  # the plain id of the last element would be the whole array's
+    show_life(log_of(study_dir, array, job))
     ending: Ending = "failed"
     try:
         if is_recorded(study_dir, array, index, job):

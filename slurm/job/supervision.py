@@ -7,6 +7,7 @@ even its log cannot grow.
 """
 
 import contextlib
+import os
 import signal
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from typing import Literal
 
 from base.errors import UserError
 from base.stopping import OTHER_RANK, SIGNALS
+from slurm.cluster import can_submit
 from slurm.submission.advance import advance
 from study.step import Step
 from train.run.directory import RunDirectory
@@ -28,6 +30,7 @@ GRACE_SECONDS = 20.0  # after the interrupt, before SIGKILL
 ENDING = (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 OURS = "slurm "  # begins what an element writes into a STOP file; any other is the user's
 SIGNALLED = (*(signal.name for signal in SIGNALS), OTHER_RANK)
+LIFE_SECONDS = 30.0  # between signs of life of a job
 LOOK_SECONDS = 10.0  # between looks at the files of the work
 ADVANCE_SECONDS = 600.0  # without news from these files: jobs that SLURM cancelled come back
 TRIES, TRY_SECONDS = 20, 30.0  # at the end: a controller that restarts is away for minutes
@@ -89,6 +92,18 @@ def say(text: str) -> None:
     """Print a line, if the disk has room for it."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
+
+
+def show_life(log: Path) -> None:
+    """Touch the log of a job for as long as this process lives; `lives` reads its age."""
+
+    def touch() -> None:
+        while True:
+            with contextlib.suppress(OSError):  # the filesystem is away
+                os.utime(log)
+            time.sleep(LIFE_SECONDS)
+
+    threading.Thread(target=touch, daemon=True).start()
 
 
 class HangWatch:
@@ -190,35 +205,33 @@ class Advancing:
         # One thread at a time: calls that SLURM does not answer must not pile up.
         if now - self._looked_at < LOOK_SECONDS or (self._thread and self._thread.is_alive()):
             return
+        if not can_submit():
+            return
         self._looked_at, outputs = now, self._outputs()
         if outputs != self._seen or now - self._advanced_at >= ADVANCE_SECONDS:
             # Set before the call: one that fails is made again at the next news, or after a while.
             self._seen, self._advanced_at = outputs, now
-            self._thread = threading.Thread(target=_advance, args=(self._study_dir,), daemon=True)
+            # Once: another look is to come.
+            once = (self._study_dir, None, 1, 0.0)
+            self._thread = threading.Thread(target=advance_at_end, args=once, daemon=True)
             self._thread.start()
 
 
-def _advance(study_dir: Path) -> None:
-    try:
-        report(advance(study_dir))
-    except (UserError, OSError) as error:  # another look is to come
-        say(f"nothing was submitted: {error}")
-
-
-def advance_at_end(study_dir: Path, job: str | None) -> None:
+def advance_at_end(
+    study_dir: Path, job: str | None, tries: int = TRIES, patience: float = PATIENCE_SECONDS
+) -> None:
     """Submit what can start once this job has ended; try for some minutes."""
-    for left in reversed(range(TRIES)):
+    if not can_submit():
+        say("this node has no sbatch or squeue; 'status --watch' on a login node submits the rest")
+        return
+    for left in reversed(range(tries)):
         try:
-            report(advance(study_dir, ending=job, patience_seconds=PATIENCE_SECONDS))
+            submitted = advance(study_dir, ending=job, patience_seconds=patience)
         except (UserError, OSError) as error:
             say(f"nothing was submitted: {error}")
             if left:
                 time.sleep(TRY_SECONDS)
         else:
+            if submitted:
+                say("submitted " + ", ".join(f"{name} {n}" for name, n in submitted.items()))
             return
-
-
-def report(submitted: dict[str, int]) -> None:
-    """Print what was submitted."""
-    if submitted:
-        say("submitted " + ", ".join(f"{name} {count}" for name, count in submitted.items()))

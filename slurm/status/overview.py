@@ -10,7 +10,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import Literal
 
 from base.errors import UserError, printable
 from base.names import nearest
@@ -31,21 +31,24 @@ from study.trainings import Training, training_of
 
 HOUR = 3600.0
 Situation = Literal[
-    "failed", "cancelled", "running", "started", "held", "queued", "waiting", "left out", "made"
+    "failed", "cancelled", "unknown", "running", "held", "queued", "waiting", "left out", "made"
 ]
 # The situations of a step or an element, the one that needs a look first, each with its mark in a
 # row of checkpoints.
 MARKS: dict[Situation, str] = {
     "failed": "x",
     "cancelled": "c",
+    "unknown": "?",  # submitted, and neither SLURM nor a file says anything of it
     "running": "r",
-    "started": "s",  # without SLURM: its log says that it started
     "held": "h",
     "queued": "q",
     "waiting": ".",  # for its inputs, or for room in the queue
     "left out": "-",  # for good: it needs checkpoints of a run that diverged before
     "made": "#",
 }
+# Of an open element that SLURM has not, by why it is not submitted.
+OUTSIDE: dict[NotSubmitted | None, Situation] = {None: "waiting", "given up": "failed"}
+OUTSIDE |= {"cancelled": "cancelled", "stopped": "cancelled"}
 ERROR = re.compile(r"(\d+: )?error: ")
 ERROR_OF_SLURM = re.compile(r"(slurmstepd|srun): error: ")
 START = "== "  # begins the line with which the job script marks every start of an element
@@ -96,7 +99,7 @@ class Overview:
     trainings: dict[str, Training]  # by the name of the run
     excluded: dict[str, str]  # node -> why no training goes there
     hours: Hours
-    without_slurm: str | None  # why SLURM was not asked; None: it was
+    without_slurm: str | None  # why SLURM says nothing, of all or some; None: it knows of all
 
 
 def look(study_dir: Path) -> Overview:
@@ -108,7 +111,7 @@ def look(study_dir: Path) -> Overview:
     except UserError as error:
         reason = str(error)
         now = survey(study_dir, submission, study, ask=False)
-    elements = [element_status(now, element, reason) for element in now.open]
+    elements = [element_status(now, element) for element in now.open]
     # From the weakest to the strongest: each update overrides those before.
     situations: dict[str, Situation] = dict.fromkeys(now.ledger.steps, "made")
     situations |= dict.fromkeys(now.ledger.steps_left_out(), "left out")
@@ -124,13 +127,11 @@ def look(study_dir: Path) -> Overview:
         trainings=trainings,
         excluded=excluded_nodes(study_dir),
         hours=hours_of(now, trainings, time.time()),
-        without_slurm=reason,
+        without_slurm=reason or now.unknown_in_words(),
     )
 
 
-def element_status(
-    now: ElementSurvey, element: Element, without_slurm: str | None
-) -> ElementStatus:
+def element_status(now: ElementSurvey, element: Element) -> ElementStatus:
     """Return what an open element is."""
     array, index = element
     id_, state = now.submission.element_ids.get(element), now.states.get(element)
@@ -139,27 +140,11 @@ def element_status(
     log = next((log for log in reversed(logs) if log.exists()), None)
     if state and not state.has_ended:
         situation = situation_of(state)
-    # SLURM did not answer: the log of the newest job is all that there is to go by.
-    elif without_slurm and id_ and element not in now.submission.cancelled:
-        situation = "queued"
-        if log and log == logs[-1]:
-            situation = "failed" if last_error(log) else "started"
+    elif element in now.unknown:
+        situation = "unknown"
     else:
-        situation = situation_outside(why_not(now, element))
+        situation = OUTSIDE[why_not(now, element)]
     return ElementStatus(f"{array}/{index}", array, id_, now.open[element], situation, state, log)
-
-
-def situation_outside(reason: NotSubmitted | None) -> Situation:
-    """Return the situation of an open element that SLURM has not."""
-    match reason:
-        case None:
-            return "waiting"
-        case "given up":
-            return "failed"
-        case "cancelled" | "stopped":
-            return "cancelled"
-        case _:
-            assert_never(reason)
 
 
 def situation_of(state: JobState) -> Situation:
@@ -237,7 +222,7 @@ def log_lines(study_dir: Path) -> list[str]:
     lines = [
         f"{element.situation} {element.name} {element.log}"
         for element in look(study_dir).elements
-        if element.situation in ("failed", "running", "started")
+        if element.situation in ("failed", "running")
     ]
     return lines or ["nothing failed and nothing runs; give a step, an array or ARRAY/INDEX"]
 

@@ -24,7 +24,7 @@ ELEMENTS_SHOWN = 20
 MARKS_PER_ROW = 40
 TRAINING = ("training", "state", "logged", *PROGRESS)
 MEASURING = ("measuring", "of", "made", "checkpoints", "not made")
-IN_SLURM: tuple[Situation, ...] = ("running", "started", "held", "queued")
+IN_SLURM: tuple[Situation, ...] = ("unknown", "running", "held", "queued")
 
 
 def lines_of(overview: Overview) -> list[str]:
@@ -67,7 +67,7 @@ def training_rows(overview: Overview) -> list[Row]:
     steps = {step.run: step for step in overview.steps if step.kind == "train"}
     for run in overview.study.trained:
         training, step = overview.trainings[run.name], steps[run.name]
-        runs = overview.situations[step.name] in ("running", "started")
+        runs = overview.situations[step.name] == "running"
         # The age of the log says something of a training at work alone.
         logged = training.silent_seconds if runs else None
         words = "-" if logged is None else f"{logged:.0f} s ago"

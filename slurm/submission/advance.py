@@ -138,6 +138,9 @@ class _Submitter:
                 submitted[name] = count
             if count < len(indices[:room]):
                 break  # SLURM takes no more now
+        # Else the end of a job calls again.
+        if not submitted and self.active and self.active <= self.now.unknown:
+            raise UserError(self.now.unknown_in_words())
         return submitted
 
     def is_ready(self, element: Element, replaced: set[Element]) -> bool:
@@ -174,16 +177,18 @@ class _Submitter:
         )
 
     def replaced(self) -> set[Element]:
-        """Cancel what waits with a script of an earlier site file, or is held by SLURM itself."""
+        """Cancel what waits with an earlier script, is held by SLURM itself or stays unknown."""
         arrays, ids = self.submission.job_arrays, self.submission.element_ids
-        jobs_of = self.submission.jobs_of
+        jobs_of, unknown = self.submission.jobs_of, self.active & self.now.unknown
         scripts = {name: _hash(self.script(array)) for name, array in arrays.items()}
         old = {
             key
-            for key in self.active
+            for key in self.active - unknown
             if (state := self.now.states[key]).waits
             and (jobs_of[key][-1].script != scripts[key[0]] or state.reason in HELD_BY_SLURM)
         }
+        # By a retry the user says that they are gone.
+        old |= {key for key in unknown if jobs_of[key][-1].retries < self.submission.retries}
         if not old:
             return set()
         # Recorded first: they are not cancelled by the user.

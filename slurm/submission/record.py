@@ -21,7 +21,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,7 @@ SLURM = "slurm"  # the directory below a study
 SUBMISSION_JSON = "submission.json"
 JOBS_JSONL = "jobs.jsonl"
 PATIENCE_SECONDS = 60.0  # for another command, or a job that submits what comes next
+SILENT_SECONDS = 300.0  # a job touches its log every 30 s, which NFS may show 60 s later
 PRIVATE = 0o600  # of files with lines of the site, which may be private
 
 Element = tuple[str, int]  # name of the array, index
@@ -333,6 +334,20 @@ def record_killed(study_dir: Path, element: Element, job: str, state: JobState |
 def ending_of(state: JobState | None) -> Ending:
     """Return how a start ended that was killed before it could record it, as far as SLURM knows."""
     return "lost" if state and state.state in NO_FAULT else "failed"
+
+
+def lives(study_dir: Path, element: Element, job: str) -> bool | None:
+    """Return whether a job that SLURM does not list is at work; None for one that never was."""
+    starts = [start for start in starts_of(study_dir, element) if start["job"] == job]
+    if starts and "ended" in starts[-1]:
+        return False
+    # Both times are of the filesystem's clock: those of two machines may differ.
+    directory, log = study_dir / SLURM, log_of(study_dir, element[0], job)
+    with suppress(OSError):  # of somebody who may only read
+        os.utime(directory)
+    if log.exists() and directory.stat().st_mtime - log.stat().st_mtime < SILENT_SECONDS:
+        return True
+    return False if starts else None
 
 
 def position_of(study_dir: Path, steps: Iterable[Step]) -> int:

@@ -11,7 +11,7 @@ from base.files import write_json
 from base.reading import read_model
 from slurm import cluster
 from slurm.cluster import JobState
-from slurm.submission.record import SLURM, SUBMISSION_JSON, Element, Submission
+from slurm.submission.record import SLURM, SUBMISSION_JSON, Element, Submission, lives
 from study.definition import Study
 from study.pipeline.ledger import Ledger
 from study.step import Step
@@ -105,7 +105,8 @@ class ElementSurvey:
     ledger: Ledger
     complete: set[str]  # names of steps
     open: dict[Element, tuple[str, ...]]  # elements with their steps that are to be made still
-    states: dict[Element, JobState]  # what SLURM knows of the newest jobs of open elements
+    states: dict[Element, JobState]  # what is known of the newest jobs of open elements
+    unknown: set[Element]  # those of whose newest jobs neither SLURM nor a file says anything
 
     def steps(self, names: Iterable[str]) -> list[Step]:
         """Return the steps of these names, but for those that the study has no more."""
@@ -122,8 +123,18 @@ class ElementSurvey:
 
     @property
     def active(self) -> set[Element]:
-        """The elements that SLURM has: they wait or run."""
-        return {element for element, state in self.states.items() if not state.has_ended}
+        """The elements that wait or run, as far as anybody knows."""
+        alive = {element for element, state in self.states.items() if not state.has_ended}
+        return alive | self.unknown
+
+    def unknown_in_words(self) -> str | None:
+        """Return of how many jobs nothing is known, and what to do; None of none."""
+        job = self.submission.element_ids[min(self.unknown)] if self.unknown else None
+        return job and (
+            f"SLURM says nothing of {cluster.elements_text(len(self.unknown))}, such as {job}; see"
+            f" `squeue --jobs={job}`; 'python -m slurm retry {self.study_dir.name}' cancels and"
+            " resubmits them"
+        )
 
     @cached_property
     def _inputs(self) -> Inputs:
@@ -151,7 +162,15 @@ def survey(
     ids = {key: submission.element_ids[key] for key in elements if key in submission.element_ids}
     by_id = cluster.states(ids.values()) if ask else {}
     states = {key: by_id[id_] for key, id_ in ids.items() if id_ in by_id}
-    return ElementSurvey(study_dir, submission, ledger, complete, elements, states)
+    # What the user cancelled was cancelled in SLURM by its id.
+    unlisted = ids.keys() - states.keys() - submission.cancelled
+    signs = {key: lives(study_dir, key, ids[key]) for key in unlisted}
+    at_work = JobState("RUNNING", "its log is written to", "", 0, None)
+    states |= {key: at_work for key, alive in signs.items() if alive}
+    unstarted = [key for key, alive in signs.items() if alive is None]
+    gone = cluster.gone([ids[key] for key in unstarted]) if ask else set()
+    unknown = {key for key in unstarted if ids[key] not in gone}
+    return ElementSurvey(study_dir, submission, ledger, complete, elements, states, unknown)
 
 
 def open_elements(submission: Submission, ended: set[str]) -> dict[Element, tuple[str, ...]]:

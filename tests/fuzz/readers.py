@@ -378,11 +378,16 @@ _file(
 # --- SLURM ---
 
 SQUEUE = (
-    "7_0|RUNNING|None|node1|0|0|2031-01-01T08:00:00|\n7_1|FAILED|NonZeroExitCode|node2|1|256|N/A|\n"
+    "q|7_0|RUNNING|None|node1|0|0|2031-01-01T08:00:00|\n"
+    "q|7_1|FAILED|NonZeroExitCode|node2|1|256|N/A|\n"
+    "Welcome!\n"
+    "q|7_[2,4-6%2]|PENDING|Resources||0|0|N/A|\nq|8|COMPLETED|None|node1|0|0|N/A|\n"
 )
-SQUEUE += "7_[2,4-6%2]|PENDING|Resources||0|0|N/A|\n8|COMPLETED|None|node1|0|0|N/A|\n"
-SACCT = "7_0|RUNNING|None|node1|1700000000|0:0\n7_1|CANCELLED by 0|None|node1|1700000001|0:15\n"
-SACCT += "7_1|FAILED|NonZeroExitCode|None assigned|1700000002|1:0\n7_[2-4]|PENDING|Priority|None assigned|1700000003|0:0\n"
+SACCT = (
+    "q|7_0|RUNNING|None|node1|1700000000|0:0|\nq|7_1|CANCELLED by 0|None|node1|1700000001|0:15|\n"
+    "q|7_1|FAILED|NonZeroExitCode|None assigned|1700000002|1:0|\n"
+    "q|7_[2-4]|PENDING|Priority|None assigned|1700000003|0:0|\n"
+)
 _text("squeue", SQUEUE, parse_squeue)
 _text("sacct", SACCT, parse_sacct)
 
@@ -399,13 +404,13 @@ def _answering(read: Callable[[], object]) -> Callable[[str], object]:
 
 
 _text("sbatch", "123;cluster\n", _answering(lambda: cluster.submit(Path("a"), "0", "t")))
-_text("squeue comments", "12|a:b|\n13|t|\n", _answering(lambda: cluster.job_of("t")))
+_text("squeue comments", "q|12|a:b|\nq|13|t|\n", _answering(lambda: cluster.job_of("t")))
 _text(
     "scontrol config",
     "MailProg = /bin/mail\nMaxArraySize            = 1001\nMaxJobCount = 10000\n",
     _answering(cluster.max_array_size),
 )
-_text("scontrol hostnames", "node1\nnode2\n", _answering(lambda: cluster.hostnames("node[1-2]")))
+_text("SLURM_JOB_NODELIST", "r[1-2]n[09-10,7],login", cluster.expand)
 _file("site file", EXAMPLE.read_text(), load_site, mutated_lines, "site.toml")
 
 

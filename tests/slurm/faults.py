@@ -147,7 +147,7 @@ class Storm:
                 state = self.training(index)
                 if not state or state.state != "RUNNING":
                     continue
-                if getattr(self, waiting[0])(index, cluster.hostnames(state.nodes)):
+                if getattr(self, waiting[0])(index, cluster.expand(state.nodes)):
                     self.struck.append((waiting.pop(0), self.steps(run)))
                     since = {name: self.steps(name) for name in self.runs}
             if self.is_complete() and not self.undo_at:

@@ -1,5 +1,6 @@
 """slurm.cluster against a real SLURM, and its reading of a sacct that kept accounts."""
 
+import os
 import shlex
 import signal
 import subprocess
@@ -64,7 +65,7 @@ def test_array_ends_as_its_elements_do(submit):
     known = wait_for({f"{job}_0": "COMPLETED", f"{job}_1": "FAILED", f"{job}_2": "FAILED"})
     assert [known[f"{job}_{index}"].exit_code for index in range(3)] == ["0:0", "3:0", "0:9"]
     assert known[f"{job}_1"].reason == "NonZeroExitCode"
-    assert cluster.hostnames(known[f"{job}_0"].nodes)[0] in cluster.hostnames("node[1-4]")
+    assert cluster.expand(known[f"{job}_0"].nodes)[0] in cluster.expand("node[1-4]")
     assert known[f"{job}_0"].restarts == 0
 
 
@@ -175,8 +176,27 @@ def test_what_the_cluster_is(lab):
     assert cluster.max_array_size() == 6001
     with pytest.raises(UserError, match=r"^scontrol: Partition gpu not found; correct the site"):
         cluster.partition("gpu")
-    assert cluster.hostnames("node[1-3,7]") == ["node1", "node2", "node3", "node7"]
-    assert cluster.hostnames("") == []
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        *("", "login", "node1,node1", "node[01-03,7],gpu-1-ib,gpu-2-ib", "a[098-102,5]b[1-2],a-0"),
+        *("r[1-2,4]n[01-02],r[5]n[8-11],n-[9-10]", "rack[1-2]n[1-3],gpu_a100.local"),
+    ],
+)
+def test_lists_of_nodes_are_read_as_slurm_does(slurm_installed, nodes):
+    command = ["scontrol", "show", "hostnames", *filter(None, [nodes])]
+    environment = {key: value for key, value in os.environ.items() if key != "SLURM_JOB_NODELIST"}
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert cluster.expand(nodes) == (shown.stdout.split() if nodes else [])
+    assert nodes == "" or shown.stdout
+
+
+def test_what_is_no_list_of_nodes_is_said():
+    for text in ("a[1", "a[x]", "a]", "a,,b", "a[1-]"):
+        with pytest.raises(UserError, match="is not a list of nodes"):
+            cluster.expand(text)
 
 
 def test_without_slurm(tmp_path, monkeypatch):

@@ -111,7 +111,7 @@ def test_nodes_without_a_report_are_named_in_the_order_of_the_job(tmp_path, monk
     write_json(tmp_path / "checks-node4.json", [])
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-9]")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    monkeypatch.setattr(cluster, "hostnames", lambda _nodelist: nodes)
+    monkeypatch.setattr(cluster, "expand", lambda _nodelist: nodes)
     monkeypatch.setattr(doctor, "_slurm_from_here", lambda _directory: Check("sbatch", None))
     monkeypatch.setattr(doctor, "_run", lambda _command: (0.0, "node1: no such file"))
     problems = {check.name: check.problem for check in doctor.first(tmp_path)}

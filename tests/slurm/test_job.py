@@ -1,4 +1,4 @@
-"""A job and its steps, with stand-ins for srun, scontrol and the interpreter that measures."""
+"""A job and its steps, with stand-ins for srun, sbatch and the interpreter that measures."""
 
 import re
 from contextlib import suppress
@@ -41,9 +41,10 @@ SBATCH = """#!/bin/sh
 echo "$@" >> "$STUDY_DIR/sbatch.txt"
 echo $((100 + $(wc -l < "$STUDY_DIR/sbatch.txt")))
 """
-SQUEUE = "#!/bin/sh\nexit 0\n"
+SQUEUE = """#!/bin/sh
+case "$*" in *--jobs=*) echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1;; esac
+"""
 SACCT = "#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2\nexit 1\n"
-SCONTROL = '#!/bin/sh\necho "$3"\n'  # scontrol show hostnames NODE
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def cluster(tmp_path, monkeypatch):
     """A submitted smoke study whose last exports are there; returns its directory."""
     programs = tmp_path / "bin"
     stand_ins = {"python": PYTHON.format(interpreter()), "srun": SRUN, "sbatch": SBATCH}
-    stand_ins |= {"squeue": SQUEUE, "sacct": SACCT, "scontrol": SCONTROL}
+    stand_ins |= {"squeue": SQUEUE, "sacct": SACCT}
     for name, text in stand_ins.items():
         write_program(programs / name, text)
     study = resolve("tiny", "smoke")

@@ -56,8 +56,9 @@ def study_dir(tmp_path):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """The states of elements in SLURM, to be filled in."""
+    """The states of elements in SLURM, to be filled in; it says that it does not have others."""
     known: dict = {}
+    monkeypatch.setattr(cluster, "gone", set)
     monkeypatch.setattr(
         cluster, "states", lambda ids: {name: known[name] for name in ids if name in known}
     )
@@ -144,18 +145,45 @@ def test_without_slurm_files_tell(half_way, study_dir, monkeypatch):
         raise UserError("squeue is not on PATH; run this on a login node")
 
     monkeypatch.setattr(cluster, "states", absent)
+    record_start(study_dir, ("quantize-1", 0), "15_0", 1, position=1)
+    record_end(study_dir, ("quantize-1", 0), "15_0", "failed")
     output = told_of(study_dir)
     assert "by marker files alone: squeue is not on PATH; run this on a login node" in output
     assert "failed quantize-1/0 (15_0): SLURM says nothing of it" in output
     rows = {row[0]: row for row in training_rows(look(study_dir))}
-    assert rows["lr3e-2"][1] == "started, attempt 2"
-    write_log(study_dir, half_way, "train", 1, "error: no GPU")
-    assert "failed train/1 (13_1): SLURM says nothing of it; train-lr3e-2" in told_of(study_dir)
+    assert rows["lr3e-2"][1] == "running, attempt 2"
     assert rows["lr3e-3"][1] == "made"
+    assert {element.situation for element in look(study_dir).elements if not element.log} == {
+        "unknown"
+    }
+    record_start(study_dir, ("train", 1), "13_1", 1, 0)
+    fall_silent(study_dir)
+    assert "failed train/1 (13_1): SLURM says nothing of it; train-lr3e-2" in told_of(study_dir)
+
+
+def fall_silent(study_dir: Path) -> None:
+    """Let all logs be of ten minutes ago."""
+    for log in (study_dir / "slurm/logs").iterdir():
+        os.utime(log, (time.time() - 600, time.time() - 600))
+
+
+def test_of_what_slurm_says_nothing_status_says_what_to_do(
+    half_way, study_dir, answers, monkeypatch
+):
+    monkeypatch.setattr(cluster, "gone", lambda _ids: set())
+    unknown = half_way.element_ids["curvature", 1]
+    del answers[unknown]
+    output = told_of(study_dir)
+    assert (
+        f"SLURM says nothing of 1 element, such as {unknown}; see `squeue --jobs={unknown}`;"
+        " 'python -m slurm retry small' cancels and resubmits them\n"
+    ) in output
+    assert re.search(r"^lr3e-3 +curvature +0/2 +q\? +1 queued, 1 unknown$", output, re.MULTILINE)
 
 
 def test_what_slurm_has_forgotten_failed_as_often_as_it_was_submitted(half_way, study_dir, answers):
     answers.clear()
+    fall_silent(study_dir)
     overview = look(study_dir)
     assert {element.situation for element in overview.elements} == {"failed"}
     append(study_dir, "retried")
