@@ -60,6 +60,9 @@ bench: venv
 
 stress: venv
 	$(PYTHON) -m pytest -q -m stress -o faulthandler_timeout=14400
+	@if tests/other_slurm.sh trixie; then tests/other_slurm.sh trixie \
+	    $(PYTHON) -m pytest -q tests/slurm -m "stress or not stress" -o faulthandler_timeout=14400; \
+	else echo "skipped: tests/slurm under SLURM 24.11"; [ "$$QUANTDYN_REQUIRE_SLURM" != 1 ]; fi
 	tests/other_cpus.sh runs/other_cpus
 
 transformer-engine: venv  # says the minutes it takes, and what is missing, before it begins

@@ -27,10 +27,10 @@ SACCT = ("sacct", "--noheader", "--parsable", "--allocations", "--duplicates", "
 INDICES = r"\d{1,7}(?:-\d{1,7}(?::[1-9]\d{0,6})?)?"  # an index is below 4,000,001
 BRACKET = rf"\[{INDICES}(?:,{INDICES})*(?:%\d{{1,7}})?\]"
 NAMES = rf"(?:[^][,]|{BRACKET})+"
-TEXT, COUNT = r"\|([^|]*)", r"\|(\d{1,10})"
+TEXT, COUNT, STATUS = r"\|([^|]*)", r"\|(\d{1,10})", r"\|(\d{1,10}(?::\d{1,10})?)"
 # A job, an element, or "123_[4,6-12:2%3]" of elements that wait, and its state.
 BEGIN = rf".*\|(\d{{1,10}}(?:[_+]\d{{1,10}}|_{BRACKET})?)\|([A-Z_]+)"
-SQUEUE_LINE = re.compile(rf"{BEGIN}{TEXT}{TEXT}{COUNT}{COUNT}{TEXT}\|\s*", re.ASCII)
+SQUEUE_LINE = re.compile(rf"{BEGIN}{TEXT}{TEXT}{COUNT}{STATUS}{TEXT}\|\s*", re.ASCII)
 ACCOUNTED = rf"(?: [^|]*)?{TEXT}{TEXT}\|(\d{{1,19}})\|(\d{{1,10}}:\d{{1,10}})\|\s*"
 SACCT_LINE = re.compile(BEGIN + ACCOUNTED, re.ASCII)
 PART = re.compile(r"\|\d|\d\|", re.ASCII)  # in what is left of such a line, but in no note
@@ -104,8 +104,9 @@ def parse_squeue(text: str) -> dict[str, JobState]:
     states = {}
     for line in own_lines(text, SQUEUE_LINE, "squeue"):
         name, state, reason, nodes, restarts, status, starts = line.groups()
-        ended_with = f"{int(status) >> 8}:{int(status) & 127}"  # as waitpid() returned it
-        exit_code = ended_with if ENDED.fullmatch(state) else None
+        if ":" not in status:  # SLURM 22.05 gives what waitpid() returned, 24.11 what sacct writes
+            status = f"{int(status) >> 8}:{int(status) & 127}"
+        exit_code = status if ENDED.fullmatch(state) else None
         for element in expand(name):
             states[element] = JobState(
                 state, reason, nodes, int(restarts), exit_code, starts.replace("N/A", "")

@@ -382,6 +382,7 @@ SQUEUE = (
     "q|7_1|FAILED|NonZeroExitCode|node2|1|256|N/A|\n"
     "Welcome!\n"
     "q|7_[2,4-6%2]|PENDING|Resources||0|0|N/A|\nq|8|COMPLETED|None|node1|0|0|N/A|\n"
+    "q|9|FAILED|RaisedSignal:9(Killed)|node1|0|0:9|N/A|\n"  # as SLURM 24.11 writes it
 )
 SACCT = (
     "q|7_0|RUNNING|None|node1|1700000000|0:0|\nq|7_1|CANCELLED by 0|None|node1|1700000001|0:15|\n"

@@ -184,6 +184,8 @@ class Accounting:
         data = self.directory / "database"
         options = [*DATABASE.split(), f"--datadir={data}"]
         self.command("mariadb-install-db", *options, "--skip-test-db")
+        # A database is a directory. A slurmdbd that has to create it ends, with Connector/C 3.4.10.
+        (data / "accounts").mkdir()
         database = Daemon(self.directory, "mariadbd")
         database.start("mariadbd", *options, f"--socket={self._socket}")
         database.wait_until_ready(self._database_listens)
@@ -448,7 +450,6 @@ class Lab:
             (dev / f"nvidia{gpu}").symlink_to("/dev/null")
         gpus = f"NodeName={names} Name=gpu Type=h200 File={dev}/nvidia[0-{self.gpus - 1}]\n"
         (etc / "gres.conf").write_text(gpus)
-        (etc / "cgroup.conf").write_text("CgroupAutomount=no\n")
         nodes = "".join(f"127.0.0.{10 + node} node{node}\n" for node in range(1, self.nodes + 1))
         (etc / "hosts").write_text(Path("/etc/hosts").read_text() + nodes)
 
