@@ -14,6 +14,7 @@ limit of a QOS, `--signal`, requeues. A state, a reason and a time of a start ar
 | a dependency on a job that is unknown | taken | Job dependency problem |
 | `scontrol show config` of a plugin that is none | task/none, jobcomp/none | (null) |
 | PriorityType by default | priority/basic | priority/multifactor |
+| TresPerNode of `scontrol show job` with GPUs | gres:gpu:2 | gres/gpu:2 |
 | a job's environment with --cpus-per-task=2 | SLURM_CPUS_PER_TASK | SLURM_TRES_PER_TASK=cpu=2, too |
 | a job's environment besides | SLURM_WORKING_CLUSTER | SLURM_JOB_START_TIME, ..._END_TIME |
 | `squeue --states=help` | words in capitals | in small letters |

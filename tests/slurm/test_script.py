@@ -252,7 +252,7 @@ def test_slurm_reads_the_directives_as_they_are_meant(stage, lab, kind):
     assert (job["ArrayTaskId"], job["Nice"]) == ("2", "7")
     assert job["Network"] == "a+b@c^d!e(f)|g&h*i~[k]%j"
     assert (job["Requeue"], job["Partition"], job["ExcNodeList"]) == ("1", "train", "node[3-4]")
-    assert job["TresPerNode"] == "gres:gpu:2"
+    assert job["TresPerNode"] in ("gres:gpu:2", "gres/gpu:2")  # SLURM 22.05, 24.11
     assert job["TimeLimit"] == {"train": "00:02:00", "export": "1-02:04:00"}[kind]
     days, _, clock = f"0-{job['TimeLimit']}".rpartition("-")
     hours, minutes, seconds = (int(part) for part in clock.split(":"))
