@@ -15,13 +15,14 @@ suite=${1:?give a suite, such as trixie; the head of $0 has examples}
 shift
 [ $# -gt 0 ] || set -- slurmctld -V
 [ "$(id -u)" = 0 ] || { echo "error: another SLURM runs as root; run: sudo $0 $suite" >&2 && exit 2; }
-[ /bin -ef /usr/bin ] || { echo "error: /bin is not /usr/bin here, so /usr cannot be exchanged; use a newer system" >&2 && exit 2; }
+[ /bin -ef /usr/bin ] || { echo "error: /bin is not /usr/bin here; run this on a newer system" >&2 && exit 2; }
 root=$(realpath "${OTHER_SLURMS:-/var/tmp}")/slurm-$suite
 
 make_system() {
     command -v debootstrap >/dev/null || { echo "error: no debootstrap; run: apt-get install debootstrap" >&2 && exit 2; }
     local new packages
     packages=$(.venv/bin/python -c "from tests.slurm.lab import PACKAGES; print(PACKAGES.replace(' ', ','))")
+    mkdir --parents "$(dirname "$root")"
     new=$(mktemp --directory "$root-XXXXXX")
     # python3 brings the libraries that other Pythons need, too
     debootstrap --force-check-gpg --variant=minbase --components=main,universe \
