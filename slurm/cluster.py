@@ -27,12 +27,13 @@ SACCT = ("sacct", "--noheader", "--parsable", "--allocations", "--duplicates", "
 INDICES = r"\d{1,7}(?:-\d{1,7}(?::[1-9]\d{0,6})?)?"  # an index is below 4,000,001
 BRACKET = rf"\[{INDICES}(?:,{INDICES})*(?:%\d{{1,7}})?\]"
 NAMES = rf"(?:[^][,]|{BRACKET})+"
-TEXT, COUNT, STATUS = r"\|([^|]*)", r"\|(\d{1,10})", r"\|(\d{1,10}(?::\d{1,10})?)"
+TEXT, COUNT = r"\|([^|]*)", r"\|(\d{1,19})"
+CODE = r"\|(\d{1,10}(?::\d{1,10})?)"  # with a colon, but for squeue of 22.05
 # A job, an element, or "123_[4,6-12:2%3]" of elements that wait, and its state.
 BEGIN = rf".*\|(\d{{1,10}}(?:[_+]\d{{1,10}}|_{BRACKET})?)\|([A-Z_]+)"
-SQUEUE_LINE = re.compile(rf"{BEGIN}{TEXT}{TEXT}{COUNT}{STATUS}{TEXT}\|\s*", re.ASCII)
-ACCOUNTED = rf"(?: [^|]*)?{TEXT}{TEXT}\|(\d{{1,19}})\|(\d{{1,10}}:\d{{1,10}})\|\s*"
-SACCT_LINE = re.compile(BEGIN + ACCOUNTED, re.ASCII)
+SQUEUE_LINE = re.compile(rf"{BEGIN}{TEXT}{TEXT}{COUNT}{CODE}{TEXT}\|\s*", re.ASCII)
+BY_WHOM = "(?: [^|]*)?"
+SACCT_LINE = re.compile(rf"{BEGIN}{BY_WHOM}{TEXT}{TEXT}{COUNT}{CODE}\|\s*", re.ASCII)
 PART = re.compile(r"\|\d|\d\|", re.ASCII)  # in what is left of such a line, but in no note
 # SLURM 21.08 to 25.11; all others are of jobs that wait, run or are about to end.
 ENDED = re.compile(
@@ -93,24 +94,21 @@ def own_lines(text: str, pattern: re.Pattern[str], command: str) -> Iterator[re.
         if match := pattern.fullmatch(line):
             yield match
         elif PART.search(line):
-            raise TornError(
-                f"{command} answered {line!r:.80}, which is not one of its lines; look at what"
-                f" `{command}` prints here, and run again"
-            )
+            problem = f"{command} answered {line!r:.80}, which is not one of its lines"
+            raise TornError(f"{problem}; look at what `{command}` prints here, and run again")
 
 
 def parse_squeue(text: str) -> dict[str, JobState]:
     """Return the elements in lines of QUEUE_FIELDS; TornError if they are not whole."""
-    states = {}
+    states: dict[str, JobState] = {}
     for line in own_lines(text, SQUEUE_LINE, "squeue"):
         name, state, reason, nodes, restarts, status, starts = line.groups()
         if ":" not in status:  # SLURM 22.05 gives what waitpid() returned, 24.11 what sacct writes
             status = f"{int(status) >> 8}:{int(status) & 127}"
         exit_code = status if ENDED.fullmatch(state) else None
-        for element in expand(name):
-            states[element] = JobState(
-                state, reason, nodes, int(restarts), exit_code, starts.replace("N/A", "")
-            )
+        starts = starts.replace("N/A", "")
+        known = JobState(state, reason, nodes, int(restarts), exit_code, starts)
+        states |= dict.fromkeys(expand(name), known)
     return states
 
 
@@ -146,8 +144,7 @@ def expand(names: str) -> list[str]:
         raise UserError(f"{names!r:.80} is not a list of nodes; look at SLURM_JOB_NODELIST")
     expanded: list[str] = []
     for name in re.findall(NAMES, names, re.ASCII):
-        # Text is before, between and after brackets.
-        parts = enumerate(re.split(r"\[(.*?)\]", name))
+        parts = enumerate(re.split(r"\[(.*?)\]", name))  # at odd places those in brackets
         choices = [_numbers(part) if place % 2 else [part] for place, part in parts]
         expanded += map("".join, itertools.product(*choices))
     return expanded
@@ -201,10 +198,10 @@ def submit(script: Path, array: str, token: str) -> int:
     ids = re.findall(r"^(\d{1,10})(?:;\S*)?\s*$", answer, re.MULTILINE | re.ASCII)
     job = int(ids[-1]) if ids else job_of(token)
     if job is None:
-        raise UserError(
-            f"sbatch answered {answer!r:.80} and no job id, and squeue shows no job of this call;"
-            " look at what both print, and run again: the job is looked for by its token"
+        problem = (
+            f"sbatch answered {answer!r:.80} and no job id, and squeue shows none of this call"
         )
+        raise UserError(f"{problem}; run again: the job is looked for by the token of its call")
     return job
 
 
@@ -253,8 +250,7 @@ def states(elements: Collection[str]) -> dict[str, JobState]:
 
 def gone(elements: Collection[str]) -> set[str]:
     """Return those of elements, which `states` does not list, that SLURM says it does not have."""
-    # slurmctld says so of one job, not of several. It lists an array without what it forgot. Either
-    # has to hold twice in a row, and an empty answer says nothing.
+    # Of one job alone, or by an array without it; twice in a row. An empty answer says nothing.
     names: set[str] = set()
     for job in _jobs(elements):
         answers = [_whole(partial(_queued, [job])) for _ in range(2)]
@@ -274,17 +270,14 @@ def _queued(jobs: Sequence[str]) -> dict[str, JobState] | None:
 
 
 def _accounted(jobs: Sequence[str]) -> dict[str, JobState] | None:
-    """Return the elements of jobs that sacct knows; None, and say why, if it does not answer.
-
-    It knows none where the site keeps no accounts.
-    """
+    """Return the elements of jobs that sacct knows; None, and say why, if it does not answer."""
     # Times in seconds; no range of indices cut off.
     option = f"--jobs={','.join(jobs)}"
     accounts = _run(*SACCT, option, SLURM_TIME_FORMAT="%s", SLURM_BITSTR_LEN="0")
     if accounts.returncode == 0:
         return parse_sacct(accounts.stdout)
     if "storage is disabled" in accounts.stderr:
-        return {}
+        return {}  # the site keeps no accounts
     refusal = _refusal("sacct", accounts.stderr)
     print(f"note: {refusal}; without it only squeue is asked", file=sys.stderr)
     return None

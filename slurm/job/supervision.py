@@ -211,21 +211,19 @@ class Advancing:
         if outputs != self._seen or now - self._advanced_at >= ADVANCE_SECONDS:
             # Set before the call: one that fails is made again at the next news, or after a while.
             self._seen, self._advanced_at = outputs, now
-            # Once: another look is to come.
-            once = (self._study_dir, None, 1, 0.0)
+            once = (self._study_dir, None, 1)  # another look is to come
             self._thread = threading.Thread(target=advance_at_end, args=once, daemon=True)
             self._thread.start()
 
 
-def advance_at_end(
-    study_dir: Path, job: str | None, tries: int = TRIES, patience: float = PATIENCE_SECONDS
-) -> None:
+def advance_at_end(study_dir: Path, job: str | None, tries: int = TRIES) -> None:
     """Submit what can start once this job has ended; try for some minutes."""
     if not can_submit():
         say("this node has no sbatch or squeue; 'status --watch' on a login node submits the rest")
         return
     for left in reversed(range(tries)):
         try:
+            patience = PATIENCE_SECONDS if tries > 1 else 0.0
             submitted = advance(study_dir, ending=job, patience_seconds=patience)
         except (UserError, OSError) as error:
             say(f"nothing was submitted: {error}")

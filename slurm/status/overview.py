@@ -48,7 +48,6 @@ MARKS: dict[Situation, str] = {
 }
 # Of an open element that SLURM has not, by why it is not submitted.
 OUTSIDE: dict[NotSubmitted | None, Situation] = {None: "waiting", "given up": "failed"}
-OUTSIDE |= {"cancelled": "cancelled", "stopped": "cancelled"}
 ERROR = re.compile(r"(\d+: )?error: ")
 ERROR_OF_SLURM = re.compile(r"(slurmstepd|srun): error: ")
 START = "== "  # begins the line with which the job script marks every start of an element
@@ -143,7 +142,7 @@ def element_status(now: ElementSurvey, element: Element) -> ElementStatus:
     elif element in now.unknown:
         situation = "unknown"
     else:
-        situation = OUTSIDE[why_not(now, element)]
+        situation = OUTSIDE.get(why_not(now, element), "cancelled")
     return ElementStatus(f"{array}/{index}", array, id_, now.open[element], situation, state, log)
 
 

@@ -337,9 +337,11 @@ def ending_of(state: JobState | None) -> Ending:
 
 
 def lives(study_dir: Path, element: Element, job: str) -> bool | None:
-    """Return whether a job that SLURM does not list is at work; None for one that never was."""
+    """Return whether a job that SLURM does not list is at work; None for one that may wait."""
     starts = [start for start in starts_of(study_dir, element) if start["job"] == job]
-    if starts and "ended" in starts[-1]:
+    # SLURM requeues one that it asked to stop for another job.
+    ended = starts[-1].get("ended") if starts else "asked"
+    if ended not in (None, "asked"):
         return False
     # Both times are of the filesystem's clock: those of two machines may differ.
     directory, log = study_dir / SLURM, log_of(study_dir, element[0], job)
@@ -347,7 +349,7 @@ def lives(study_dir: Path, element: Element, job: str) -> bool | None:
         os.utime(directory)
     if log.exists() and directory.stat().st_mtime - log.stat().st_mtime < SILENT_SECONDS:
         return True
-    return False if starts else None
+    return None if ended else False
 
 
 def position_of(study_dir: Path, steps: Iterable[Step]) -> int:

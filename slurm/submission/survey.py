@@ -130,11 +130,9 @@ class ElementSurvey:
     def unknown_in_words(self) -> str | None:
         """Return of how many jobs nothing is known, and what to do; None of none."""
         job = self.submission.element_ids[min(self.unknown)] if self.unknown else None
-        return job and (
-            f"SLURM says nothing of {cluster.elements_text(len(self.unknown))}, such as {job}; see"
-            f" `squeue --jobs={job}`; 'python -m slurm retry {self.study_dir.name}' cancels and"
-            " resubmits them"
-        )
+        retry = f"'python -m slurm retry {self.study_dir.name}' cancels and resubmits them"
+        count = cluster.elements_text(len(self.unknown))
+        return job and f"SLURM says nothing of {count}; see `squeue --jobs={job}`, or {retry}"
 
     @cached_property
     def _inputs(self) -> Inputs:
@@ -167,9 +165,9 @@ def survey(
     signs = {key: lives(study_dir, key, ids[key]) for key in unlisted}
     at_work = JobState("RUNNING", "its log is written to", "", 0, None)
     states |= {key: at_work for key, alive in signs.items() if alive}
-    unstarted = [key for key, alive in signs.items() if alive is None]
-    gone = cluster.gone([ids[key] for key in unstarted]) if ask else set()
-    unknown = {key for key in unstarted if ids[key] not in gone}
+    silent = [key for key, alive in signs.items() if alive is None]
+    gone = cluster.gone([ids[key] for key in silent]) if ask else set()
+    unknown = {key for key in silent if ids[key] not in gone}
     return ElementSurvey(study_dir, submission, ledger, complete, elements, states, unknown)
 
 

@@ -14,6 +14,7 @@ from base.errors import UserError
 from slurm import cluster
 from slurm.cluster import JobState, TornError, parse_sacct, parse_squeue
 from tests.runs import PROJECT
+from tests.slurm.wrapped import SWALLOWED, WRAPPERS, wrap
 from tests.waiting import wait_until
 
 
@@ -75,6 +76,29 @@ def test_a_job_is_found_by_the_token_of_its_call(submit):
     assert cluster.job_of("quantdyn:1") == first
     assert cluster.job_of("quantdyn:2") == second
     assert cluster.job_of("quantdyn:3") is None
+
+
+@pytest.mark.parametrize("name", ["notes", "no id", "one of several clusters"])
+def test_the_id_of_a_job_is_found_however_sbatch_is_wrapped(submit, tmp_path, monkeypatch, name):
+    commands = wrap(tmp_path / "bin", {"sbatch": WRAPPERS[name]["sbatch"]})
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    job = submit("exit 0", token=f"quantdyn:{len(name)}", extra=["--begin=now+1hour"])
+    assert cluster.states([f"{job}_0"])[f"{job}_0"].waits
+
+
+def test_what_is_gone_is_what_slurm_says_that_it_does_not_have(submit, tmp_path, monkeypatch):
+    """An answer without an element says so twice, an empty one never."""
+    job = submit("exit 0", array="0-2", extra=["--begin=now+1hour"])
+    cluster.cancel([f"{job}_1"])
+    elements = [f"{job}_1", "999999_0", "999998_1"]
+    assert cluster.states(elements) == {}
+    assert cluster.gone(elements) == set(elements)
+    assert cluster.gone([f"{job}_0", f"{job}_1"]) == {f"{job}_1"}
+    for lines in ("exit 0", '[ $((n % 2)) = 0 ] || slurm "$@"', SWALLOWED):
+        with monkeypatch.context() as environment:
+            commands = wrap(tmp_path / f"bin{len(lines)}", {"squeue": lines})
+            environment.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+            assert cluster.gone(["999999_0"]) == set()
 
 
 def test_elements_are_cancelled_alone(submit):
@@ -209,16 +233,16 @@ def test_without_slurm(tmp_path, monkeypatch):
 # array 1, element 3 had requeued itself, 5 had done so held, and 4 was cancelled. 2 was submitted
 # as 0-30:2,77-90%3, and 2_4 then cancelled.
 RECORDED = """\
-3|COMPLETED|None|node1|55|0:0
-1_1|FAILED|None|node1|55|3:0
-1_2|FAILED|None|node1|55|0:9
-1_3|REQUEUED|None|node1|55|0:0
-1_4|CANCELLED by 0|None|node1|55|0:0
-1_5|REQUEUED|JobHeldUser|node1|55|0:0
-2_[0,2,6,8,10,12,14,16,18,20,22,24,26,28,30,77-90%3]|PENDING|JobHeldUser|None assigned|55|0:0
-1_3|COMPLETED|BeginTime|node1|56|0:0
-1_5|PENDING|JobHeldUser|None assigned|56|0:0
-17_[0-300:2%3]|PENDING|JobHeldUser|None assigned|103|0:0
+normal|3|COMPLETED|None|node1|55|0:0|
+normal|1_1|FAILED|None|node1|55|3:0|
+normal|1_2|FAILED|None|node1|55|0:9|
+normal|1_3|REQUEUED|None|node1|55|0:0|
+normal|1_4|CANCELLED by 0|None|node1|55|0:0|
+normal|1_5|REQUEUED|JobHeldUser|node1|55|0:0|
+normal|2_[0,2,6,8,10,12,14,16,18,20,22,24,26,28,30,77-90%3]|PENDING|JobHeldUser|None assigned|55|0:0|
+normal|1_3|COMPLETED|BeginTime|node1|56|0:0|
+normal|1_5|PENDING|JobHeldUser|None assigned|56|0:0|
+normal|17_[0-300:2%3]|PENDING|JobHeldUser|None assigned|103|0:0|
 """
 
 
@@ -297,21 +321,38 @@ def test_lost_nodes_are_replaced_and_their_orphans_go_on(submit, lab, tmp_path):
 
 
 SQUEUE = (
-    "7_0|RUNNING|None|node1|0|0|2031-01-01T08:00:00|\n7_1|FAILED|NonZeroExitCode|n2|1|256|N/A|\n"
+    "q|7_0|RUNNING|None|node1|0|0|2031-01-01T08:00:00|\n"
+    "q|7_1|FAILED|NonZeroExitCode|n2|1|256|N/A|\n"
 )
 
 
 @pytest.mark.parametrize(
     ("text", "parse"), [(SQUEUE, parse_squeue), (RECORDED, parse_sacct)], ids=["squeue", "sacct"]
 )
-def test_an_answer_that_is_cut_anywhere_but_after_a_line_is_torn(text, parse):
-    whole = [0, *(index + 1 for index, character in enumerate(text) if character == "\n")]
-    for stop in range(len(text)):
-        if stop in whole:
-            parse(text[:stop])
-            continue
-        with pytest.raises(TornError, match="is not one of its lines; look at what"):
-            parse(text[:stop])
+def test_an_answer_that_is_cut_anywhere_is_torn_or_lacks_elements(text, parse):
+    """What is left of a field that is not read, or of the last one, may be a note."""
+    lines, known = text.splitlines(), parse(text)
+    assert parse(text[:-1]) == known, "the last line is whole without its end"
+    for number, line in enumerate(lines):
+        before, after = "\n".join([*lines[:number], ""]), "\n".join(["", *lines[number + 1 :], ""])
+        for stop in range(line.index("|") + 2, len(line)):
+            with pytest.raises(TornError, match="is not one of its lines; look at what"):
+                parse(before + line[:stop])
+        for start in range(1, len(line)):
+            try:
+                assert parse(line[start:] + after).keys() <= known.keys()
+            except TornError:
+                pass
+            else:
+                assert start <= line.index("|") or start >= len(line) - len("|N/A|")
+
+
+@pytest.mark.parametrize(
+    ("text", "parse"), [(SQUEUE, parse_squeue), (RECORDED, parse_sacct)], ids=["squeue", "sacct"]
+)
+def test_notes_around_lines_are_none_of_them(text, parse):
+    between = "\r\n*** Welcome, 3 nodes are down ***\n| 2 notes |\n\n2026-11-29 down\n"
+    assert parse(f"cluster 4{text.replace('\n', between)}bye") == parse(text)
 
 
 # As squeue(1) explains them: the job's resources are given back, or never were taken.
@@ -321,14 +362,13 @@ NOT_OVER = "COMPLETING CONFIGURING PENDING REQUEUED RESIZING RUNNING STOPPED SUS
 
 def test_what_has_ended_by_the_word_for_its_state():
     words = enumerate([*OVER.split(), *NOT_OVER.split()])
-    states = parse_squeue("".join(f"{job}|{word}|None|n1|0|0|N/A|\n" for job, word in words))
+    states = parse_squeue("".join(f"q|{job}|{word}|None|n1|0|0|N/A|\n" for job, word in words))
     assert [state.state for state in states.values() if state.has_ended] == OVER.split()
 
 
-@pytest.mark.parametrize("line", ["Welcome!\n", "7_[0-99999999]|PENDING|None||0|0|N/A|\n", "\n"])
-def test_a_line_of_another_kind_is_torn(line):
+def test_a_line_with_more_indices_than_slurm_has_is_torn():
     with pytest.raises(TornError):
-        parse_squeue(SQUEUE + line)
+        parse_squeue(SQUEUE + "q|7_[0-99999999]|PENDING|None||0|0|N/A|\n")
 
 
 def test_a_torn_answer_is_asked_again_then_said(monkeypatch):
@@ -346,6 +386,6 @@ def test_a_torn_answer_is_asked_again_then_said(monkeypatch):
     assert cluster.states(["7_0", "7_1"])["7_1"].exit_code == "1:0"
     assert asked == ["squeue", "squeue"]
     answers[1] = answers[0]
-    with pytest.raises(UserError, match="squeue answered '7_1"):
+    with pytest.raises(UserError, match=r"squeue answered 'q\|7_1"):
         cluster.states(["7_0", "7_1"])
     assert len(asked) == 2 + cluster.TRIES

@@ -12,8 +12,10 @@ import pytest
 
 from slurm.job.supervision import HangWatch, say, wait_for
 from slurm.submission.record import failures, record_end, record_start, starts_of, was_stopped
+from tests.interpreter import interpreter
 from tests.runs import PROJECT
 from tests.slurm.studies import in_state
+from tests.waiting import wait_until
 
 JOBS = ["7_0", "8_0"]
 
@@ -157,6 +159,19 @@ def test_an_error_beside_the_command_leaves_no_process(tmp_path):
         waiting(code, tmp_path, recurring=fail_later)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_job_shows_that_it_lives_until_its_process_ends(tmp_path):
+    log = tmp_path / "log"
+    log.touch()
+    os.utime(log, (0, 0))
+    show = "from slurm.job.supervision import *\nshow_life(Path('log'))\ninput()"
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    with subprocess.Popen(
+        [interpreter(), "-c", show], cwd=tmp_path, env=environment, stdin=subprocess.PIPE
+    ) as process:
+        wait_until(lambda: log.stat().st_mtime > 0, "a sign of life")
+        process.kill()
 
 
 def test_a_log_that_cannot_grow_is_no_reason_to_end():

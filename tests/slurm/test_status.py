@@ -175,7 +175,7 @@ def test_of_what_slurm_says_nothing_status_says_what_to_do(
     del answers[unknown]
     output = told_of(study_dir)
     assert (
-        f"SLURM says nothing of 1 element, such as {unknown}; see `squeue --jobs={unknown}`;"
+        f"SLURM says nothing of 1 element; see `squeue --jobs={unknown}`, or"
         " 'python -m slurm retry small' cancels and resubmits them\n"
     ) in output
     assert re.search(r"^lr3e-3 +curvature +0/2 +q\? +1 queued, 1 unknown$", output, re.MULTILINE)

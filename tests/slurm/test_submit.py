@@ -1,7 +1,9 @@
 """Submitting to a real SLURM: what is submitted, and when; and what is refused."""
 
 import json
+import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,11 @@ from slurm.submission.record import (
     append,
     exclude,
     existing_submission,
+    lives,
+    log_of,
     read_submission,
+    record_end,
+    record_start,
     script_path,
     submitting,
     unexclude,
@@ -33,6 +39,7 @@ from tests.interpreter import interpreter
 from tests.runs import PROJECT
 from tests.slurm.lab import Lab, running
 from tests.slurm.studies import changed, make, site_of, small_study
+from tests.slurm.wrapped import wrap
 from tests.waiting import HANG_SECONDS
 from train.planning.memory import parameter_count, rank_memory
 from train.run.config import RunConfig
@@ -116,6 +123,43 @@ def test_a_call_whose_answer_was_lost_is_found_by_its_token(site, directory, stu
 
 
 LOST_CALL = {"token": "quantdyn:none", "script": "0" * 16, "time": 0.0}
+
+
+def test_of_what_slurm_says_nothing_only_a_retry_submits_again(
+    site, directory, study, tmp_path, monkeypatch
+):
+    submit(study, site)
+    (job,) = before = in_queue("s.text")
+    with monkeypatch.context() as environment:
+        commands = wrap(tmp_path / "bin", {"squeue": "exit 0"})
+        environment.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+        message = f"SLURM says nothing of 1 element; see `squeue --jobs={job}`, or 'python -m slurm"
+        for again in (advance, lambda _: submit(study, site)):
+            with pytest.raises(UserError, match=message):
+                again(directory)
+        assert submit(study, site, again=True) == {"text": 1}
+    after = in_queue("s.text")
+    assert len(after) == 1
+    assert not after & before, "the earlier one is cancelled, by its id"
+
+
+def test_a_job_that_squeue_does_not_list_is_judged_by_its_own_files(tmp_path):
+    """Beside an age of the log, by the clock of its filesystem, counts how its start ended."""
+    element, job, log = ("train", 0), "7_0", log_of(tmp_path, "train", "7_0")
+    log.parent.mkdir(parents=True)
+    assert lives(tmp_path, element, job) is None, "it never started"
+    log.touch()
+    assert lives(tmp_path, element, job), "it is about to"
+    record_start(tmp_path, element, job, 1, 0)
+    assert lives(tmp_path, element, job)
+    for age, alive in ((250, True), (350, False)):
+        os.utime(log, (time.time() - age, time.time() - age))
+        assert lives(tmp_path, element, job) is alive
+    record_end(tmp_path, element, job, "asked")
+    assert lives(tmp_path, element, job) is None, "SLURM may have requeued it"
+    log.touch()
+    record_end(tmp_path, element, job, "failed")
+    assert lives(tmp_path, element, job) is False
 
 
 def test_a_call_that_never_came_about_is_made_again(site, directory, study):
