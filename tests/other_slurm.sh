@@ -4,7 +4,7 @@
 #
 #   tests/other_slurm.sh trixie                                          names its SLURM, which is 24.11
 #   tests/other_slurm.sh trixie .venv/bin/python -m pytest tests/slurm   all labs of these tests have it
-#   tests/other_slurm.sh sid .venv/bin/python -m tests.slurm.lab start DIR --accounting
+#   tests/other_slurm.sh trixie .venv/bin/python -m tests.slurm.lab start DIR --accounting
 #
 # Needs root. The first call makes the system below OTHER_SLURMS (default /var/tmp), where it stays: debootstrap, the
 # network, 2 minutes, 0.8 GB. Python of .venv has to be outside /usr, or in /usr/local, and not newer than the system.
