@@ -7,6 +7,7 @@ not run on a GPU yet.
 
 import importlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -28,7 +29,7 @@ from slurm import cluster
 from slurm.job import health
 from slurm.job.rendezvous import torchrun_of_nodes
 from slurm.site import KINDS, Site
-from slurm.submission.script import allocation_options, on_every_node, preamble, srun_prefix
+from slurm.submission.script import allocation_options, forget, on_every_node, preamble, srun_prefix
 from slurm.submission.submit import check_start
 from study.step import torchrun
 
@@ -46,6 +47,8 @@ what a site has to allow:
   - for preempted jobs: PreemptMode=REQUEUE; after CANCEL they come back by 'status --watch' alone
   - interpreter, project and image readable on every node; no network is needed there"""
 SRUN_SECONDS = 240
+# What srun adds to the error of a task: that it, and therefore the step, has ended.
+ENDS = re.compile(r"srun: .*(Exited with|Terminat|Killed|aborted)|slurmstepd.*\*\*\*|Try ")
 TRAFFIC_BYTES, REPEATS = 64 << 20, 5
 
 
@@ -184,6 +187,7 @@ def first(directory: Path) -> Iterator[Check]:
     figure = directory / "traffic.json"
     detail = read_json(figure) if figure.exists() else "no figure"
     yield Check("all-reduce between all ranks", failure, f"{detail}, start {seconds:.0f} s")
+    _run(["bash", "-c", forget(site)])
 
 
 def _slurm_from_here(directory: Path) -> Check:
@@ -205,7 +209,8 @@ def _run(command: list[str]) -> tuple[float, str | None]:
     except subprocess.TimeoutExpired:
         return SRUN_SECONDS, f"no end within {SRUN_SECONDS} s"
     print(process.stdout, process.stderr, flush=True)
-    errors = [line for line in process.stderr.splitlines() if line.strip()] or ["without a word"]
+    lines = [line for line in process.stderr.splitlines() if line.strip()] or ["without a word"]
+    errors = [line for line in lines if not ENDS.match(line)] or lines
     return time.monotonic() - began_at, errors[-1][:200] if process.returncode else None
 
 

@@ -283,9 +283,8 @@ class ElementStart:
     def unpack_image(self) -> None:
         """Unpack the image on every node, once for all steps of the job, without their limits."""
         if self.site.container and self.site.container.kind == "pyxis":
-            prefix = srun_prefix(self.site, self.array.kind, self.everywhere)
             # A failure is left to the srun of the steps, which needs the same image.
-            subprocess.run([*prefix, "true"], stdin=subprocess.DEVNULL, check=False)
+            self.beside(["true"], *self.everywhere).wait()
 
     def machine(self, step: Step) -> Machine:
         """Return the placeholders of commands here: torchrun on every node, or one process."""
@@ -331,8 +330,8 @@ class ElementStart:
         out = self.study_dir / SLURM / "health" / self.start
         health.write_clock(out)
         check = [self.site.measuring_python, "-m", "slurm.job.health", str(out)]
-        gpus = ["--gpus", str(self.resources.gpus_per_node)]
-        process = self.beside([*check, *gpus], *self.everywhere)
+        check += ["--gpus", str(self.resources.gpus_per_node)]
+        process = self.beside(check, *self.everywhere)
         try:
             process.wait(self.site.limits.health_seconds)
         except subprocess.TimeoutExpired:

@@ -9,7 +9,6 @@ import os
 import shlex
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import assert_never
 
 from base.errors import UserError
 from slurm.site import JobKind, Resources, Site
@@ -66,8 +65,10 @@ while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
 # It ended without a word to others, which may start now, or to have itself submitted again.
 [ "$rc" -lt 128 ] || {advance} --ending "$self"
-exit "$rc"
+{forget}exit "$rc"
 """
+# The name of pyxis' container; another start may have been killed while it unpacked its own.
+UNPACKED, START = "quantdyn_{}_{}", ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 
 
 def preamble(site: Site, kind: JobKind) -> str:
@@ -113,8 +114,6 @@ def job_environment(site: Site, kind: JobKind) -> dict[str, str]:
         variables["SRUN_CPUS_PER_TASK"] = str(resources.cpus_per_node)
     if resources.gpus_per_node:
         variables |= NCCL_PROFILES[site.nccl.profile]
-    else:  # a node without cgroups shows the GPUs of other jobs
-        variables["CUDA_VISIBLE_DEVICES"] = ""
     if interface:  # with '=' this one, not all whose names begin so
         variables |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
     if site.nccl.family:
@@ -139,51 +138,56 @@ def srun_prefix(site: Site, kind: JobKind, options: Sequence[str] = ()) -> list[
     """Return the command up to what runs on the nodes: srun, its options, the container.
 
     A task that fails ends the others; `options` come later and may say otherwise. Those of the site
-    are before them: of an option that is given twice srun takes the last. Root and project
-    are mounted at their own paths. pyxis (0.15 or newer) is told which variables count although the
-    image sets them too.
+    are before them: of an option that is given twice srun takes the last. Root and project are
+    mounted at their own paths. pyxis (0.15 or newer) is told which variables win over the image.
     """
-    site_options = site.resources_of(kind).srun_options or ()
-    command = ["srun", "--kill-on-bad-exit=1", *site_options, *options]
-    container = site.container
+    resources, container = site.resources_of(kind), site.container
+    command = ["srun", "--kill-on-bad-exit=1", *(resources.srun_options or ()), *options]
+    # A node without cgroups shows the GPUs of other jobs, and SLURM takes an export out of steps.
+    hidden = f"CUDA_VISIBLE_DEVICES={site.environment.get('CUDA_VISIBLE_DEVICES', '')}"
+    inside = [] if resources.gpus_per_node else ["env", hidden]
     if container is None:
-        return command
+        return [*command, *inside]
     mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
     for path in (site.root, site.project):
-        sources = [mount.split(":")[:2] for mount in mounts]
-        # A path inside a mount that keeps its place is visible already.
-        if not any(at == to and path.is_relative_to(at) for at, to in sources):
+        # A path inside a mount that keeps its place is visible already, if no flag may say `ro`.
+        if not any(
+            at == to and path.is_relative_to(at) and (not flags or str(path) == at)
+            for at, to, *flags in (mount.split(":") for mount in mounts)
+        ):
             mounts.append(f"{path}:{path}")
     binds, project = ",".join(mounts), str(site.project)
-    match container.kind:
-        case "pyxis":
-            names = ",".join(("PYTHONPATH", *job_environment(site, kind)))
-            # Named, the image is unpacked once on a node for all steps of the job.
-            command += [f"--container-name=quantdyn_{os.environ.get('SLURM_JOB_ID', 'JOB')}"]
-            command += [f"--container-image={container.image}", f"--container-mounts={binds}"]
-            return [*command, f"--container-workdir={project}", f"--container-env={names}"]
-        case "apptainer":
-            gpus = ["--nv"] if site.resources_of(kind).gpus_per_node else []
-            command += ["apptainer", "exec", *gpus, "--bind", binds, "--pwd", project]
-            return [*command, container.image]
-        case _:
-            assert_never(container.kind)
+    if container.kind == "pyxis":
+        names = ",".join(("PYTHONPATH", *job_environment(site, kind)))
+        # Named, the image is unpacked once on a node for all steps of this start of the job.
+        name = UNPACKED.format(*(os.environ.get(name, "0") for name in START))
+        command += [f"--container-name={name}", f"--container-image={container.image}"]
+        command += [f"--container-mounts={binds}", f"--container-workdir={project}"]
+        return [*command, f"--container-env={names}", *inside]
+    gpus = ["--nv"] if resources.gpus_per_node else []
+    # Whatever APPTAINER_CLEANENV and APPTAINER_CONTAINALL say, the job's variables get in.
+    command += ["apptainer", "exec", "--containall=false", "--cleanenv=false", *gpus]
+    return [*command, "--bind", binds, "--pwd", project, container.image, *inside]
+
+
+def forget(site: Site) -> str:
+    """Return the line of bash that removes what pyxis unpacked; empty where there is no pyxis.
+
+    Otherwise it stays on the nodes, unless the site has set container_scope=job.
+    """
+    if not site.container or site.container.kind != "pyxis":
+        return ""
+    name = UNPACKED.format(*(f"${{{variable}:-0}}" for variable in START))
+    return f"srun --ntasks-per-node=1 enroot remove --force pyxis_{name} >/dev/null 2>&1\n"
 
 
 def _gpu_options(resources: Resources) -> list[str]:
     """Return the option that asks for the GPUs of a node, if a job has any."""
     if not resources.gpus_per_node:
         return []
-    count = str(resources.gpus_per_node)
-    if resources.gres_type:
-        count = f"{resources.gres_type}:{count}"
-    match resources.gpus:
-        case "gres":
-            return [f"--gres=gpu:{count}"]
-        case "gpus-per-node" | None:
-            return [f"--gpus-per-node={count}"]
-        case _:
-            assert_never(resources.gpus)
+    option = "--gres=gpu:" if resources.gpus == "gres" else "--gpus-per-node="
+    kind = f"{resources.gres_type}:" if resources.gres_type else ""
+    return [f"{option}{kind}{resources.gpus_per_node}"]
 
 
 def allocation_options(
@@ -235,11 +239,10 @@ def render(array: JobArray, site: Site, study_dir: Path, excluded: Collection[st
             f"{error}; rename the study or choose another root in the site file"
         ) from None
     return SCRIPT.format(
-        options="\n".join(
-            f"#SBATCH {option}" for option in _options(array, site, study_dir, excluded)
-        ),
+        options="\n".join(map("#SBATCH {}".format, _options(array, site, study_dir, excluded))),
         stops=shlex.quote(f"{study_dir}/{STOPS}"),
         preamble=preamble(site, array.kind),
         job=shlex.join([str(site.python), "-m", "slurm", "job", str(study_dir), array.name]),
         advance=shlex.join([str(site.python), "-m", "slurm", "advance", str(study_dir)]),
+        forget=forget(site),
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from importlib import metadata
 
 import pytest
@@ -50,6 +51,30 @@ def test_an_srun_option_of_the_site_is_shown_and_tried(lab, root):
     checks = {check.name: check for check in visit(site, 300)}
     assert checks["options of srun"].detail == "--mpi=nonsense"
     assert "--mpi" in (checks["srun, image unpacked"].problem or ""), "by the real srun"
+
+
+@pytest.mark.parametrize(
+    ("errors", "shown"),
+    [
+        ("slurmstepd-n1: error: execve(): apptainer: No such file or directory", None),
+        ("ImportError: libffi.so.8: cannot open shared object file", None),
+        ("srun: unrecognized option '--container-image=x'", None),
+        ("", "srun: error: n1: task 0: Exited with exit code 2"),
+    ],
+)
+def test_the_error_of_a_task_is_shown_not_that_srun_has_ended(errors, shown):
+    """In the words of SLURM 22.05, which come last."""
+    ends = """
+        slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-29T21:22:40 ***
+        srun: launch/slurm: _step_signal: Terminating StepId=1.2
+        srun: error: n2: task 1: Terminated
+        srun: Force Terminated StepId=1.2
+        Try "srun --help" for more information
+        srun: error: n1: task 0: Exited with exit code 2
+    """
+    text = "\n".join([errors, *(line.strip() for line in ends.splitlines())])
+    _, problem = doctor._run(["bash", "-c", f"echo {shlex.quote(text)} >&2; exit 1"])
+    assert problem == (shown or errors)
 
 
 def test_an_interpreter_that_is_not_there(lab, root):

@@ -187,7 +187,7 @@ def test_containers_see_root_and_project():
     h200, apptainer = (load_site(GOLDEN / f"{name}.toml") for name in ("h200", "apptainer"))
     pyxis = srun_prefix(h200, "train", ["--nodes=1"])
     assert pyxis[:3] == ["srun", "--kill-on-bad-exit=1", "--nodes=1"]
-    assert "--container-name=quantdyn_JOB" in pyxis, "unpacked once on each node of a job"
+    assert "--container-name=quantdyn_0_0" in pyxis, "unpacked once on each node of a job"
     # which holds root and project
     assert "--container-mounts=/shared:/shared,/scratch:/tmp:rw" in pyxis
     assert "--container-image=registry.example.org#llm/quantdyn:25.06" in pyxis
@@ -195,11 +195,13 @@ def test_containers_see_root_and_project():
     names = variables.partition("=")[2].split(",")
     assert {"HF_HOME", "GREETING", "NCCL_NET", "PYTHONPATH"} <= set(names)
     assert srun_prefix(apptainer, "train") == [
-        *("srun", "--kill-on-bad-exit=1", "apptainer", "exec", "--nv"),
+        *("srun", "--kill-on-bad-exit=1", "apptainer", "exec"),
+        *("--containall=false", "--cleanenv=false", "--nv"),
         *("--bind", "/project/p123:/project/p123", "--pwd", "/project/p123/src"),
         "/project/p123/quantdyn.sif",
     ]
     assert "--nv" not in srun_prefix(apptainer, "export")
+    assert srun_prefix(apptainer, "export")[-2:] == ["env", "CUDA_VISIBLE_DEVICES="]
     # Mounted somewhere else, a directory is not at its own path.
     moved = changed(h200, container={"mounts": ("/shared:/data",)})
     expected = (
@@ -258,6 +260,15 @@ def test_slurm_reads_the_directives_as_they_are_meant(stage, lab, kind):
     hours, minutes, seconds = (int(part) for part in clock.split(":"))
     limit = 86400 * int(days.rpartition("-")[2]) + 3600 * hours + 60 * minutes + seconds
     assert site.resources_of(kind).time_seconds == limit
+
+
+def test_a_step_without_gpus_sees_none(stage, lab):
+    """SLURM takes an exported CUDA_VISIBLE_DEVICES out of it, where nodes have GPUs."""
+    prefix = srun_prefix(load_site(GOLDEN / "cpu.toml"), "quantize", ["--ntasks=1"])
+    shown = [*prefix, "bash", "-c", 'echo "${CUDA_VISIBLE_DEVICES-unset}."']
+    command = ["sbatch", "--wait", "--output", stage.directory / "out", "--wrap", shlex.join(shown)]
+    subprocess.run(command, check=True, timeout=HANG_SECONDS)
+    assert (stage.directory / "out").read_text() == ".\n"
 
 
 if __name__ == "__main__":

@@ -56,4 +56,5 @@ while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
 # It ended without a word to others, which may start now, or to have itself submitted again.
 [ "$rc" -lt 128 ] || /shared/quantdyn/.venv/bin/python -m slurm advance /shared/quantdyn/olmo2-7b-lr --ending "$self"
+srun --ntasks-per-node=1 enroot remove --force pyxis_quantdyn_${SLURM_JOB_ID:-0}_${SLURM_RESTART_COUNT:-0} >/dev/null 2>&1
 exit "$rc"
