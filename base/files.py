@@ -3,17 +3,18 @@
 import errno
 import fcntl
 import json
-import math
 import os
+import re
 import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from pydantic import Field
+from safetensors import SafetensorError
 
 from base.digests import PATTERN, Algorithm, digest_of, sealed
 from base.errors import UserError
@@ -21,6 +22,7 @@ from base.frozen import Frozen
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 POLL_SECONDS = 0.1  # between attempts at a lock that another process holds
+PATIENCE_SECONDS = 3600.0  # for a lock whose holders do some minutes of work
 
 
 def sha256_of(path: Path) -> str:
@@ -69,9 +71,16 @@ def open_to_readers(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name `path` in an OSError of the block that names no file, as that of a full disk."""
+    """Name `path` in an OSError of the block that names no file, as that of a full disk.
+
+    Errors of files that safetensors reports in words are raised as the OSError that they are.
+    """
     try:
         yield
+    except SafetensorError as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+        raise
     except OSError as error:
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
@@ -142,12 +151,24 @@ def take_lock(file: IO[Any], patience_seconds: float = 0.0) -> bool:
             return True
 
 
+def freed(path: Path) -> str:
+    """Return in words when a lock that another process holds will be free.
+
+    The end of a process frees its locks. Those of a node that died are kept for a while by most
+    filesystems, and by NFS 3 until the node is back.
+    """
+    return f"wait until it ends and run again, or if its node is gone for good, move {path} away"
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which the end of its process frees; other processes wait."""
+def locked(
+    path: Path, patience_seconds: float = PATIENCE_SECONDS, holder: str = "another process is at it"
+) -> Iterator[None]:
+    """Hold the lock of a file; UserError says what its `holder` does, after the patience."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as lock:
-        take_lock(lock, math.inf)
+        if not take_lock(lock, patience_seconds):
+            raise UserError(f"{holder}; {freed(path)}")
         yield
 
 
@@ -160,12 +181,13 @@ def scratch_directory(unfinished: Path) -> Iterator[Path]:
     """
     with _lock_beside(unfinished) as lock:
         try:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            remove_directory(unfinished)
             unfinished.mkdir()
             with naming(unfinished.parent):
                 yield unfinished
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            with suppress(OSError):
+                remove_directory(unfinished)
             # Still held: who has opened it by now sees in `_lock_beside` that it is gone.
             lock.unlink()
 
@@ -177,9 +199,7 @@ def _lock_beside(directory: Path) -> Iterator[Path]:
     while True:
         with path.open("a") as lock:
             if not take_lock(lock):
-                raise UserError(
-                    f"another process is writing {directory}; wait until it ends and run again"
-                )
+                raise UserError(f"another process is writing {directory}; {freed(path)}")
             # Else its holder removed it between our open and our lock.
             if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                 yield path
@@ -214,6 +234,20 @@ def replace_directory(path: Path, unfinished: Path) -> None:
     os.rename(unfinished, path)
     shutil.rmtree(replaced, ignore_errors=True)
     fsync_path(path.parent)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory with its content, if it is there.
+
+    It is renamed first. After a rename whose answer was lost a node may have the old name cached,
+    of what has another name by now: a server renames nothing by such a name.
+    """
+    removed = path.with_name(f"{path.name}.removed")
+    if removed.exists():  # half of it, by a process that was killed
+        shutil.rmtree(removed)
+    with suppress(FileNotFoundError):
+        os.rename(path, removed)
+        shutil.rmtree(removed)
 
 
 class FileRecord(Frozen):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -53,7 +53,8 @@ def convert(pickle: Path, record: FileRecord, into: Path) -> Conversion:
 
     # A file that a killed process left there is removed by the next conversion.
     with scratch_directory(into / ".conversion") as aside:
-        _write(_separate(kept), aside / name)
+        save_file(_separate(kept), aside / name, {"format": "pt"})
+        open_to_readers(aside / name)
         _verify(pickle, aside / name, kept.keys())
         fsync_path(aside / name)
         os.replace(aside / name, into / name)
@@ -61,15 +62,6 @@ def convert(pickle: Path, record: FileRecord, into: Path) -> Conversion:
     return Conversion(
         pickle=pickle.name, record=record, left_out=sorted(left_out), torch=str(torch.__version__)
     )
-
-
-def _write(weights: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file; OSError if the disk does not take it."""
-    try:
-        save_file(weights, path, {"format": "pt"})
-    except SafetensorError as error:  # also of a full disk, which is a reason to run again
-        raise OSError(errno.EIO, str(error), str(path)) from None
-    open_to_readers(path)
 
 
 def write_index(directory: Path, converted: Mapping[str, Conversion]) -> None:

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal, assert_never
 from pydantic import Field, TypeAdapter
 
 from base.errors import UserError
-from base.files import take_lock, write_json
+from base.files import locked, write_json
 from base.frozen import Frozen
 from base.names import take_one_of
 from base.reading import as_model, parse_json, read_model, read_regular
@@ -258,13 +258,8 @@ def append(study_dir: Path, event: str, **content: Any) -> None:
 def submitting(study_dir: Path, patience_seconds: float | None = None) -> Iterator[None]:
     """Hold the study's submission; UserError if another command does, for PATIENCE_SECONDS."""
     patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-    directory = study_dir / SLURM
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("a") as lock:
-        if not take_lock(lock, patience_seconds):
-            raise UserError(
-                f"another command is submitting {study_dir}; wait until it ends and run again"
-            )
+    holder = f"another command is submitting {study_dir}"
+    with locked(study_dir / SLURM / ".lock", patience_seconds, holder):
         yield
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from base.errors import UserError
-from base.files import take_lock
+from base.files import freed, take_lock
 from study.machine.hardware import Hardware
 from study.pipeline import warm
 from study.pipeline.ledger import Ledger
@@ -72,10 +72,7 @@ def locked(directory: Path) -> Iterator[int]:
     ):
         # The lock of the runner first: only then are holders of the other one orphans.
         if not take_lock(runner):
-            raise UserError(
-                f"another 'study run' works on {directory}; wait until it ends, or end it and run"
-                " again"
-            )
+            raise UserError(f"another 'study run' works on {directory}; {freed(Path(runner.name))}")
         if not take_lock(steps, ORPHAN_SECONDS):
             raise UserError(
                 f"processes of an earlier run still work on {directory}; end them "

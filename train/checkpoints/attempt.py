@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from base import stopping
 from base.errors import UserError
-from base.files import take_lock
+from base.files import freed, take_lock
 from train.distributed import from_rank_zero, gathered
 from train.run.directory import RunDirectory
 from train.run.environment import OWNER, amend_attempt, attempts, record_attempt
@@ -55,14 +56,18 @@ class Attempt:
         # Rank 0 did not get the lock: every rank learns of it, and all raise.
         if not self.number:
             raise UserError(
-                f"another process is training {directory.path}; wait until it ends or end it"
+                f"another process is training {directory.path}; {freed(self._lock_path)}"
             )
+
+    @property
+    def _lock_path(self) -> Path:
+        return self._directory.path / ".lock"
 
     def _take_lock(self) -> bool:
         """Return whether this attempt may train: it, or an orphan of its owner, has the lock."""
         owner = os.environ.get(OWNER, "")
         # Opened without truncation: the process that holds the lock wrote its owner there.
-        self._lock = (self._directory.path / ".lock").open("a+")
+        self._lock = self._lock_path.open("a+")
         if not take_lock(self._lock):
             self._lock.seek(0)
             return bool(owner) and self._lock.read() == owner
@@ -79,8 +84,10 @@ class Attempt:
     def successor(self) -> str | None:
         """Return on rank 0 why this attempt has to end; None while it is the newest. Cheap."""
         try:
+            # Opened, as a network filesystem keeps attributes for a minute, but not across an open.
+            with self._directory.environment_json.open("rb") as file:
+                status = os.fstat(file.fileno())
             # The file is always replaced whole: a new one has another inode or time.
-            status = self._directory.environment_json.stat()
             if (status.st_ino, status.st_mtime_ns) == self._seen:
                 return None
             recorded = attempts(self._directory.environment_json)

@@ -19,7 +19,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from base.environment import version
 from base.errors import UserError
-from base.files import FileRecord, fsync_path, open_to_readers, record_file, write_sealed
+from base.files import (
+    FileRecord,
+    fsync_path,
+    open_to_readers,
+    record_file,
+    remove_directory,
+    write_sealed,
+)
 from train.checkpoints.attempt import Attempt, SupersededError
 from train.distributed import from_rank_zero, gathered
 from train.engine import Engine
@@ -133,7 +140,7 @@ class PendingCheckpoint:
             if dist.get_rank() != 0:
                 return
             if (self.final / CHECKPOINT_JSON).exists():
-                shutil.rmtree(self._directory)
+                remove_directory(self._directory)
                 return
             remove_checkpoint(self.final)  # half of one, which somebody removed
             os.rename(self._directory, self.final)
@@ -153,7 +160,7 @@ def remove_unfinished(directory: RunDirectory) -> None:
     """Remove what an attempt that died while saving or rotating left; for the newest attempt."""
     for parent in (directory.checkpoints, directory.restarts):
         for unfinished in parent.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(unfinished)
+            remove_directory(unfinished)
     # Rotation removes checkpoint.json first: what has none is the rest of a checkpoint.
     for restart in directory.restarts.glob("step*"):
         if not (restart / CHECKPOINT_JSON).exists():

@@ -226,7 +226,9 @@ def test_a_disk_says_nothing_of_a_pickle(serve, model, tmp_path, monkeypatch, di
 
     def save_failing(tensors, path: Path, metadata):
         if path.name == CONVERTED[1]:
-            raise SafetensorError("Error while serializing: I/O error: No space left on device")
+            raise SafetensorError(
+                "Error while serializing: I/O error: No space left on device (os error 28)"
+            )
         written(tensors, path, metadata)
 
     with monkeypatch.context() as patch:
