@@ -19,6 +19,7 @@ from slurm import cluster
 from slurm.job import health
 from slurm.job.rendezvous import torchrun_of_nodes
 from slurm.job.supervision import (
+    POLL_SECONDS,
     Advancing,
     HangWatch,
     advance_at_end,
@@ -44,6 +45,7 @@ from slurm.submission.record import (
     record_end,
     record_start,
     restarts,
+    starts_of,
     submitting,
 )
 from slurm.submission.script import STOPS, allocation_options, on_every_node, srun_prefix
@@ -68,6 +70,7 @@ RESTART_SECONDS = 30.0  # before a second restart in place: what failed may reco
 # SLURM's signal before the time limit may come so much earlier than it was told (sbatch, --signal).
 EARLY_SECONDS = 60
 PAUSE_SECONDS = 30.0  # after a failure: a full disk or a lost mount may recover
+CACHED_SECONDS = 90.0  # a node of NFS knows for a minute that a name is not there
 
 
 class UnfitNodesError(Exception):
@@ -120,6 +123,7 @@ class ElementStart:
         ending: Ending = "failed"
         try:
             self.unpack_image()
+            self.await_inputs(open_steps)
             run_steps = self.run_final if self.key[0] == FINAL else self.run_all
             ending = run_steps(open_steps)
             if ending == "asked" and self.met_time_limit() and self.position() <= began_at:
@@ -157,6 +161,27 @@ class ElementStart:
             for step in self.steps
             if not self.ledger.left_out(step) and not self.ledger.is_complete(step)
         ]
+
+    def await_inputs(self, steps: Sequence[Step]) -> None:
+        """Wait until this node sees what other nodes have made."""
+        deadline = time.monotonic() + CACHED_SECONDS
+        while self.unseen(steps) and not self.stop_file.exists() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    def unseen(self, steps: Sequence[Step]) -> set[str]:
+        """Return what steps read, other elements have made, and this node does not see."""
+        made_here = {name for step in steps for name in step.outputs}
+        missing = {name for step in steps for name in self.ledger.missing(step)} - made_here
+        # Inputs of any other array were there when it was submitted.
+        if self.key[0] != FINAL or not missing:
+            return missing
+        made = {name for name, step in self.ledger.steps.items() if missing & {*step.outputs}}
+        for array in existing_submission(self.study_dir).arrays:
+            for index, names in enumerate(array.elements):
+                starts = starts_of(self.study_dir, (array.name, index)) if made & {*names} else []
+                if starts and starts[-1].get("ended") == "complete":
+                    return missing
+        return set()
 
     def run_all(self, open_steps: list[Step]) -> Ending:
         """Run steps in batches, those that need a failed one left out."""

@@ -185,6 +185,8 @@ class Filesystem:
                 raise InjectedError(fails, "injected")
         except OSError as error:
             return error.errno or errno.EIO, b""
+        except KeyError:  # a node or handle that is not known any more
+            return errno.ESTALE, b""
         return 0, body
 
     def _wait(self, name: str) -> None:
@@ -235,7 +237,8 @@ class Filesystem:
             self._drop(node)
 
     def _drop(self, node: Node) -> None:
-        if node.looked_up <= 0 and not node.opens and self.nodes.pop(node.number, None):
+        if node.looked_up <= 0 and not node.opens:
+            del self.nodes[node.number]
             del self.by_identity[_identity(node.path_only)]
             os.close(node.path_only)
 

@@ -173,10 +173,19 @@ WAYS: dict[str, tuple[Callable[[Path, int], None], Callable[[Path], int | None]]
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("error", "after"), [("EIO", False), ("EIO", True), ("ENOSPC", False), ("ESTALE", False)]
-)
+ERRORS = (("EIO", False), ("EIO", True), ("ENOSPC", False), ("ESTALE", False))
+QUICK = ("record", "weights", "rows", "calls")  # in the suite, with the first error
+CASES = [
+    pytest.param(
+        *(way, error, after),
+        marks=() if way in QUICK and (error, after) == ERRORS[0] else pytest.mark.stress,
+    )
+    for way in WAYS
+    for error, after in ERRORS
+]
+
+
+@pytest.mark.parametrize(("way", "error", "after"), CASES)
 def test_a_write_is_whole_or_said_to_have_failed(mounts, way, error, after):
     """The n-th operation fails, for every n; `after` it was done all the same."""
     writer, reader = mounts

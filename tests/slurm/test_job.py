@@ -16,13 +16,21 @@ from slurm.status.overview import look
 from slurm.status.table import lines_of
 from slurm.submission.advance import advance
 from slurm.submission.arrays import FINAL, arrays_of
-from slurm.submission.record import existing_submission, record_start, starts_of, write_plan
+from slurm.submission.record import (
+    existing_submission,
+    record_end,
+    record_start,
+    starts_of,
+    write_plan,
+)
 from slurm.submission.submit import write_scripts
 from study.definition import save_study
 from study.pipeline.ledger import Ledger
 from study.recipes.resolve import resolve
 from study.steps import steps_of
+from tests import faulty_filesystem
 from tests.interpreter import interpreter
+from tests.lacking import skip
 from tests.runs import write_program
 from tests.sealing import write_ending
 from tests.slurm.studies import changed, in_state, make, record_call, site_of
@@ -64,6 +72,7 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
     monkeypatch.setattr(element, "RESTART_SECONDS", 0)
     monkeypatch.setattr(element, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(element, "CACHED_SECONDS", 0)
     monkeypatch.setattr(supervision, "TRY_SECONDS", 0)
     site = changed(site_of(tmp_path / "runs", train_nodes=1), python=programs / "python")
     arrays = arrays_of(study, JobLimits())
@@ -365,6 +374,35 @@ def test_the_table_is_made_of_what_there_is_and_is_not_complete_then(cluster):
     made_again = "results are missing: it is to be made again"
     assert not (cluster / "steps/collect.json").exists(), made_again
     assert starts_of(cluster, (FINAL, 0))[-1]["ended"] == "partial"
+
+
+@pytest.mark.parametrize(("array", "index"), [("ends", END), (FINAL, 0)])
+def test_what_another_node_has_made_is_waited_for(cluster, monkeypatch, array, index):
+    """This node has looked before it was there, and knows for two seconds that it is not."""
+    if reason := faulty_filesystem.missing():
+        skip(f"no filesystem of the tests here: {reason}")
+    root, study = cluster.parent, resolve("tiny", "smoke")
+    backing = root.rename(root.with_name("backing"))
+    finals = ("collect", "report", "mirror")
+    before = [step for step in steps_of(study) if step.kind not in finals]
+    if array == FINAL:
+        make(backing / study.name, study, [step.name for step in before])
+        for other in existing_submission(backing / study.name).arrays:
+            for element_index in range(len(other.elements)):
+                key = (other.name, element_index)
+                record_start(backing / study.name, key, f"9_{element_index}", 1, 0)
+                record_end(backing / study.name, key, f"9_{element_index}", "complete")
+    monkeypatch.setattr(element, "CACHED_SECONDS", 60)
+    caching = faulty_filesystem.Behaviour(cache_seconds=2)
+    with faulty_filesystem.mounted(backing, root, caching):
+        made = [backing / study.name / name for step in before for name in step.outputs]
+        made = [path for path in made if path.exists() and path.name != "checkpoint.json"]
+        for path in made:
+            path.rename(path.with_name("aside"))
+            assert not (root / path.relative_to(backing)).is_file()
+            path.with_name("aside").rename(path)
+        run(cluster, array, index)
+        assert starts_of(cluster, (array, index))[-1]["ended"] == "complete"
 
 
 def test_an_unknown_element_is_refused(cluster, capsys):
