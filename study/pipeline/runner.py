@@ -353,6 +353,8 @@ class Runner:
                 why += "; run again, and if nobody stopped it read the log"
         else:
             why = reason or f"it ended with status {status}; read the log"
+            if status == 2 and not reason:  # a refusal always has a line: the log did not take it
+                why = "its error is not in the log; look at space and quota there, and run again"
         line = f"step {first.name} failed, log {running.log}: {why}"
         # Once for each step, because `run` states how many more have failed.
         self.failures += [UserError(line) if reason else StepError(line)] * len(failed)
