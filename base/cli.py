@@ -1,5 +1,6 @@
 """The command line of a folder: its group, its options, and the end of a refused command."""
 
+import errno
 import functools
 import gc
 import inspect
@@ -25,6 +26,8 @@ from base.names import take_one_of
 
 # torchrun ends the other ranks within a second of rank 0, later on a busy machine.
 SILENCE_OF_OTHER_RANKS_SECONDS = 5.0
+# A disk with a fault, a server that is away, a filesystem that was exported anew.
+NO_ANSWER = (errno.EIO, errno.ETIMEDOUT, errno.ESTALE)
 
 
 # typer holds its copy of click in a place that it calls private; the classes' own module is public.
@@ -187,10 +190,10 @@ def run_command(app: typer.Typer, name: str) -> None:
         _refuse(str(error))
     except OSError as error:  # a path of the wrong kind, without permission, or on a full disk
         location = f"{error.filename}: " if error.filename else ""
-        _refuse(
-            f"{location}{error.strerror or error}; correct the path or its permissions, or free"
-            " space, and run again"
-        )
+        remedy = "correct the path or its permissions, or free space"
+        if error.errno in NO_ANSWER:
+            remedy = "look at its disk, mount or server"
+        _refuse(f"{location}{error.strerror or error}; {remedy}, and run again")
     finally:
         gc.freeze()  # the interpreter's last collection would take a second where torch is
 

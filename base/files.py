@@ -142,6 +142,7 @@ def take_lock(file: IO[Any], patience_seconds: float = 0.0) -> bool:
             time.sleep(POLL_SECONDS)
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                error.filename = file.name  # flock knows none
                 raise
             raise UserError(
                 f"{file.name} cannot be locked ({error.strerror}); have its filesystem mounted with"

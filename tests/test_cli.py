@@ -1,9 +1,12 @@
 """The commands and options of this project: named rightly in messages, readable at 80 columns."""
 
+import errno
+import os
 import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from docs.commands import CommandEntry, entries
 from tests.runs import error_line, python
@@ -40,6 +43,25 @@ def test_messages_name_commands_that_exist():
 def test_a_wait_without_end_is_refused(words, complaint):
     """Python's clocks overflow: a watchdog would end alone, and its training go on unwatched."""
     assert complaint in error_line(python(*words.split()))
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "correct the path or its permissions, or free space, and run again"),
+        (errno.EIO, "look at its disk, mount or server, and run again"),
+        (errno.ESTALE, "look at its disk, mount or server, and run again"),
+    ],
+)
+def test_an_error_of_a_filesystem_says_what_to_look_at(in_process, number, remedy):
+    app = typer.Typer()
+
+    @app.command()
+    def write() -> None:
+        raise OSError(number, os.strerror(number), "runs/table")
+
+    code, _, lines = in_process(app, "write")
+    assert (code, lines) == (2, [f"error: runs/table: {os.strerror(number)}; {remedy}"])
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.words)

@@ -65,6 +65,16 @@ def test_a_filesystem_without_locks_is_named(tmp_path, monkeypatch, number):
     assert str(tmp_path / "lock") in str(e.value)
 
 
+def test_an_error_at_a_lock_names_its_file(tmp_path, monkeypatch):
+    def refuse(_file, _operation):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (tmp_path / "lock").open("a") as lock, pytest.raises(OSError, match="Input") as refused:
+        take_lock(lock)
+    assert refused.value.filename == str(tmp_path / "lock")
+
+
 HOLDS = """
 import sys, time
 from pathlib import Path

@@ -164,6 +164,11 @@ def test_an_error_of_an_earlier_attempt_is_not_reported_again(tmp_path):
         run_steps(tmp_path, [python_step("bad", "raise SystemExit(7)")])
 
 
+def test_a_refusal_whose_line_the_log_did_not_take_is_said(tmp_path):
+    with pytest.raises(StepError, match="its error is not in the log; look at space and quota"):
+        run_steps(tmp_path, [python_step("first", "raise SystemExit(2)")])
+
+
 def test_success_without_the_outputs_is_a_failure(tmp_path):
     with pytest.raises(StepError, match=r"ended without lazy\.json"):
         run_steps(tmp_path, [python_step("lazy", "pass")])
