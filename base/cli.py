@@ -23,6 +23,7 @@ from base import stopping
 from base.environment import is_rank_zero, version_line
 from base.errors import UserError, explain_validation, one_line
 from base.names import take_one_of
+from base.sharing import closed_to_group
 
 # torchrun ends the other ranks within a second of rank 0, later on a busy machine.
 SILENCE_OF_OTHER_RANKS_SECONDS = 5.0
@@ -186,16 +187,25 @@ def run_command(app: typer.Typer, name: str) -> None:
         sys.exit(help_page.exit_code)
     except USAGE.UsageError as error:
         _refuse(_usage(error, f"python -m {name}"))
-    except UserError as error:
-        _refuse(str(error))
-    except OSError as error:  # a path of the wrong kind, without permission, or on a full disk
-        location = f"{error.filename}: " if error.filename else ""
-        remedy = "correct the path or its permissions, or free space"
-        if error.errno in NO_ANSWER:
-            remedy = "look at its disk, mount or server"
-        _refuse(f"{location}{error.strerror or error}; {remedy}, and run again")
+    except (UserError, OSError) as error:
+        _refuse(line_of(error))
     finally:
         gc.freeze()  # the interpreter's last collection would take a second where torch is
+
+
+def line_of(error: UserError | OSError) -> str:
+    """Return the line that a command ends with: what is wrong; what to do next.
+
+    An OSError is a path of the wrong kind, without permission, or on a full disk.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    location = f"{error.filename}: " if error.filename else ""
+    remedy = "correct the path or its permissions, or free space"
+    if error.errno in NO_ANSWER:
+        remedy = "look at its disk, mount or server"
+    line = f"{location}{error.strerror or error}; {remedy}, and run again"
+    return closed_to_group(error) or line
 
 
 def _usage(error: Any, program: str) -> str:

@@ -116,7 +116,8 @@ def _git(*arguments: str) -> str | None:
     """Return the output of a git command in this project; None if it fails or there is no git."""
     if shutil.which("git") is None:
         return None
-    command = ["git", "-C", str(CHECKOUT), *arguments]
+    # Of a checkout that another user owns, git says nothing unless it is told that we trust it.
+    command = ["git", "-c", f"safe.directory={CHECKOUT}", "-C", str(CHECKOUT), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.strip() if result.returncode == 0 else None
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from base.digests import PATTERN, Algorithm, digest_of, sealed
 from base.errors import UserError
 from base.frozen import Frozen
+from base.sharing import is_shared
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 POLL_SECONDS = 0.1  # between attempts at a lock that another process holds
@@ -88,11 +89,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
+def replaced_file(path: Path, *, private: bool = False) -> Iterator[Path]:
     """Yield an empty file that replaces `path`, synced, if the block ends well.
 
-    Its mode is `mode` without what the umask takes away.
+    Its mode is by the umask. A private one is closed to all but the owner and the group that shares
+    its directory.
     """
+    mode = 0o666
+    if private:
+        mode = 0o660 if is_shared(path.parent) else 0o600
     # A name of its own: two processes may write the same file at once.
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, mode))
@@ -108,7 +113,7 @@ def replaced_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     fsync_path(path.parent)
 
 
-def write_json(path: Path, content: Any, mode: int = 0o666) -> None:
+def write_json(path: Path, content: Any, *, private: bool = False) -> None:
     """Write JSON to a new file that replaces `path`, whole or not at all; UserError for NaN."""
     try:
         text = json.dumps(content, indent=2, allow_nan=False) + "\n"
@@ -116,7 +121,7 @@ def write_json(path: Path, content: Any, mode: int = 0o666) -> None:
         raise UserError(
             f"{path} was not written, a figure is not finite ({error}); check the checkpoint"
         ) from None
-    with replaced_file(path, mode) as unfinished:
+    with replaced_file(path, private=private) as unfinished:
         unfinished.write_text(text)
 
 

@@ -8,6 +8,7 @@ import typer
 from base.cli import command_group, run_command
 from base.errors import UserError
 from base.frozen import MOST_SECONDS
+from base.sharing import follow_root
 from slurm.cluster import elements_text
 from study.choosing import (
     Key,
@@ -164,8 +165,13 @@ def cancel(
     from slurm.submission.advance import cancel as cancel_elements
 
     directory = directory_of(name, root)
-    cancelled, stopping = cancel_elements(directory, which, after_checkpoint=after_checkpoint)
+    cancelled, stopping, left = cancel_elements(directory, which, after_checkpoint=after_checkpoint)
     typer.echo(f"{elements_text(len(cancelled))} cancelled")
+    for user in left:
+        typer.echo(
+            f"jobs of {user} are left: what waits leaves when it starts, what runs is not submitted"
+            f" again; to end it now, have {user} run the same command"
+        )
     for stopped in stopping:
         typer.echo(f"{stopped} stops after its next step, with a checkpoint")
 
@@ -270,6 +276,7 @@ def advance(
     """
     from slurm.job.supervision import advance_at_end
 
+    follow_root(study_dir.parent)
     advance_at_end(study_dir, ending)
 
 
@@ -287,6 +294,7 @@ def job(
     """
     from slurm.job.element import run_element
 
+    follow_root(study_dir.parent)
     run_element(study_dir, array, index, stop_file)
 
 

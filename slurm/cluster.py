@@ -205,10 +205,11 @@ def submit(script: Path, array: str, token: str) -> int:
     return job
 
 
-def job_of(token: str) -> int | None:
+def job_of(token: str, user: str = "") -> int | None:
     """Return the job that the sbatch call of this token made; None if TRIES answers show none."""
+    whose = f"--user={user}" if user else "--me"
     fields = "Partition:|,ArrayJobID:|,Comment:|"
-    command = ("squeue", "--me", "--noheader", "--states=all", "-O", fields)
+    command = ("squeue", whose, "--noheader", "--states=all", "-O", fields)
     # The token is in the comment of one call alone; other comments may be of any form.
     line = re.compile(rf"\|(\d{{1,10}})\|{re.escape(token)}\|", re.ASCII)
     for left in reversed(range(TRIES)):
@@ -298,14 +299,20 @@ def _jobs(elements: Collection[str]) -> list[str]:
     return sorted({name.partition("_")[0] for name in elements}, key=int)
 
 
-def cancel(elements: Sequence[str]) -> None:
+def cancel(elements: Sequence[str]) -> bool:
     """Cancel elements, or arrays by their plain id; ignore what has ended or is unknown.
 
+    Return False where they are jobs of another user, and this one may not cancel those.
     Never with --state: `scancel --state=PENDING 123_4` cancels all of array 123.
     """
     for batch in _batches(elements):
         assert all(re.fullmatch(r"\d+(_\d+)?", element) for element in batch), batch
-        _answer("scancel", "--quiet", *batch)
+        process = _run("scancel", "--quiet", *batch)
+        if "permission denied" in process.stderr:
+            return False
+        if process.returncode:
+            raise _refusal("scancel", process.stderr)
+    return True
 
 
 def max_array_size() -> int:

@@ -25,6 +25,7 @@ from base.files import take_lock, write_json
 from base.gpus import check_fp32
 from base.grouping import grouped
 from base.reading import read_json, read_model
+from base.sharing import make_root
 from slurm import cluster
 from slurm.job import health
 from slurm.job.rendezvous import torchrun_of_nodes
@@ -73,7 +74,7 @@ def visit(site: Site, wait_seconds: int) -> Iterator[Check]:
         UserError: the root cannot be used, or SLURM refuses the job.
     """
     yield from checks_here(site)
-    site.root.mkdir(parents=True, exist_ok=True)
+    make_root(site.root, site.group)
     directory = Path(tempfile.mkdtemp(prefix=".doctor-", dir=site.root))
     try:
         with (directory / "lock").open("a") as lock:

@@ -183,6 +183,7 @@ class Site(Frozen):
     """The content of a site file: where jobs of a cluster run, with which resources and limits."""
 
     root: SafePath  # directory of all studies, on a filesystem that every node sees
+    group: Name | None = None  # of Unix, whose members all may work on the root's studies
     # The interpreter outside containers.
     python: SafePath = Field(default_factory=lambda: Path(sys.executable), validate_default=True)
     project: SafePath = Field(default=Path(__file__).resolve().parent.parent, validate_default=True)

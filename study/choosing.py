@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 from base.errors import UserError
 from base.frozen import NAME_PATTERN
 from base.names import nearest
+from base.sharing import follow_root
 from study.definition import Study, load_study
 from study.recipes.resolve import is_recipe_file, recipe_names, recipe_of_file, resolve
 from study.text.own import TextOptions
@@ -22,7 +23,10 @@ Name = Annotated[
     ),
 ]
 StudyName = Annotated[str, typer.Argument(help="a study, the directory's name below the root")]
-Root = Annotated[Path, typer.Option(help="directory of all studies and of the MLflow store")]
+Root = Annotated[
+    Path,
+    typer.Option(help="directory of all studies and of the MLflow store", callback=follow_root),
+]
 Profile = Annotated[
     str, typer.Option(help="'full', or 'smoke': the same study at a size a test can afford")
 ]

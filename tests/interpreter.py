@@ -237,10 +237,13 @@ def _run(
         os.setsid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, resource.prlimit(who, resource.RLIMIT_FSIZE))
+            limits = Path(f"/proc/{who}/limits").read_text()
+            status = Path(f"/proc/{who}/status").read_text()
             _enter_namespaces(who)
+            _become_user(status)
         except (FileNotFoundError, ProcessLookupError):  # it was killed a moment after it asked
             os._exit(1)
+        _take_limit(limits)
         _take(files)
         os.environ.clear()
         os.environ.update(environment)
@@ -319,6 +322,27 @@ def _enter_namespaces(who: int) -> None:
         os.close(file)
     if "pid" in others:  # only children are in it
         _wait_for(os.fork())
+
+
+def _take_limit(limits: str) -> None:
+    """Limit the size of files as the process that asked is limited, by its limits in /proc."""
+    (line,) = (line for line in limits.splitlines() if line.startswith("Max file size"))
+    both = [int(word) if word.isdigit() else resource.RLIM_INFINITY for word in line.split()[3:5]]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (both[0], both[1]))
+
+
+def _become_user(status: str) -> None:
+    """Take umask, user and groups of the process that asked, by its status in /proc."""
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    os.umask(int(fields["Umask"], 8))
+    user, group = (int(fields[name].split()[0]) for name in ("Uid", "Gid"))
+    if user != os.getuid():
+        os.setgroups([int(number) for number in fields["Groups"].split()])
+        os.setgid(group)
+        os.setuid(user)
+        # What a change of the user takes away: the signal at the parent's end, and /proc/self.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(4, 1)
 
 
 def _wait_for(pid: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import typer
 
+from base.cli import line_of
 from base.errors import UserError
 from slurm import cluster
 from slurm.job import health
@@ -376,21 +377,22 @@ class ElementStart:
 
 
 def is_recorded(study_dir: Path, array: str, index: int, job: str) -> bool:
-    """Return whether this job is the newest that was submitted for the element.
+    """Return whether this job is the newest of the element, and nobody cancelled that.
 
     The command that submitted it may still be at it, or may have been killed before it recorded
-    the answer of sbatch.
+    the answer of sbatch. Of another user's element only the record can be cancelled.
     """
 
-    def newest() -> str | None:
-        return existing_submission(study_dir).element_ids.get((array, index))
+    def is_wanted() -> bool:
+        submission, element = existing_submission(study_dir), (array, index)
+        return submission.element_ids.get(element) == job and element not in submission.cancelled
 
     # The usual case needs no lock, which whoever submits may hold for a minute.
-    if newest() == job:
+    if is_wanted():
         return True
     with submitting(study_dir):
         adopt(study_dir)
-    return newest() == job
+    return is_wanted()
 
 
 def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> None:
@@ -410,7 +412,7 @@ def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> Non
             ending = "complete"
             say(f"another job runs {array}/{index}, or it was cancelled: this one, {job}, leaves")
     except (UserError, OSError) as error:
-        say(f"error: {error}")
+        say(f"error: {line_of(error)}")
     finally:  # whatever it was, others may start now, and this element again
         if ending == "failed" and not stop_file.exists():
             time.sleep(PAUSE_SECONDS)

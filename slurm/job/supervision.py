@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from base.cli import line_of
 from base.errors import UserError
 from base.stopping import OTHER_RANK, SIGNALS
 from slurm.cluster import can_submit
@@ -226,7 +227,7 @@ def advance_at_end(study_dir: Path, job: str | None, tries: int = TRIES) -> None
             patience = PATIENCE_SECONDS if tries > 1 else 0.0
             submitted = advance(study_dir, ending=job, patience_seconds=patience)
         except (UserError, OSError) as error:
-            say(f"nothing was submitted: {error}")
+            say(f"nothing was submitted: {line_of(error)}")
             if left:
                 time.sleep(TRY_SECONDS)
         else:

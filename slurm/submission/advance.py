@@ -6,6 +6,7 @@ submitted yet is decided when its inputs are there, by the site file as it is th
 """
 
 import hashlib
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Literal
 
 from base.errors import UserError
 from base.files import replaced_file
+from base.grouping import grouped
 from base.names import take_one_of
+from base.sharing import this_user
 from slurm import cluster
 from slurm.submission.arrays import FINAL, JobArray
 from slurm.submission.record import (
-    PRIVATE,
     Element,
     append,
     excluded_nodes,
@@ -75,7 +77,7 @@ def adopt(study_dir: Path) -> None:
     """Record the job of an sbatch call whose answer never came, if it made one."""
     call = existing_submission(study_dir).unanswered
     if call:
-        job = cluster.job_of(call.token)
+        job = cluster.job_of(call.token, call.user)
         append(study_dir, "submitted", job=job) if job else append(study_dir, "refused")
 
 
@@ -117,6 +119,7 @@ class _Submitter:
         self.now, self.study_dir, self.submission = now, now.study_dir, now.submission
         self.limits = now.submission.site.limits
         self.excluded = excluded_nodes(now.study_dir)
+        self.user = this_user()
         # The caller runs still, but its element may be submitted again.
         ended = {key for key, id_ in self.submission.element_ids.items() if id_ == ending}
         self.active = now.active - ended
@@ -189,6 +192,12 @@ class _Submitter:
         }
         # By a retry the user says that they are gone.
         old |= {key for key in unknown if jobs_of[key][-1].retries < self.submission.retries}
+        # Only their own users may cancel them.
+        others = {jobs_of[key][-1].user for key in old} - {"", self.user}
+        if others:
+            names = ", ".join(sorted(others))
+            print(f"note: jobs of {names} wait as they are; have {names} submit", file=sys.stderr)
+        old = {key for key in old if jobs_of[key][-1].user not in others}
         if not old:
             return set()
         # Recorded first: they are not cancelled by the user.
@@ -234,7 +243,7 @@ class _Submitter:
         # The token is the comment of the job: after a crash in the call `adopt` finds it there.
         token = f"quantdyn:{uuid.uuid4().hex}"
         call = {"token": token, "array": array.name, "indices": indices, "script": _hash(text)}
-        append(self.study_dir, "calling", **call, time=time.time())
+        append(self.study_dir, "calling", **call, time=time.time(), user=self.user)
         try:
             job = cluster.submit(path, ranges(indices), token)
         # After any other error the call stays unanswered, for a job may have come of it.
@@ -248,7 +257,7 @@ class _Submitter:
 
 def write_script(path: Path, text: str) -> None:
     """Write a job script, whole or not at all."""
-    with replaced_file(path, PRIVATE) as aside:
+    with replaced_file(path, private=True) as aside:
         aside.write_text(text)
 
 
@@ -258,7 +267,7 @@ def _hash(text: str) -> str:
 
 def cancel(
     study_dir: Path, which: str | None = None, *, after_checkpoint: bool = False
-) -> tuple[list[Element], list[str]]:
+) -> tuple[list[Element], list[str], list[str]]:
     """Cancel elements that wait, run or are still to be submitted.
 
     Args:
@@ -267,7 +276,8 @@ def cancel(
         after_checkpoint: ask a running training by RUN/STOP, which it looks for after every step.
 
     Returns:
-        The elements that SLURM had, and the runs that were asked to stop.
+        The elements that SLURM had, the runs that were asked to stop, and users whose jobs this one
+        may not cancel: those leave when they start, or run to their end.
 
     Raises:
         UserError: there is no such run or array, SLURM does not answer, or the study is being
@@ -287,9 +297,21 @@ def cancel(
         # Recorded first: what is cancelled must not be submitted again, whatever happens next.
         cancelled = [element for element in targets if element not in stopping]
         append(study_dir, "cancelled", elements=cancelled)
-        alive = [element for element in cancelled if element in now.active]
-        cluster.cancel([now.submission.element_ids[element] for element in alive])
-    return alive, [_run_of(now, element) for element in stopping]
+        alive, users = _cancel(now, [element for element in cancelled if element in now.active])
+    return alive, [_run_of(now, element) for element in stopping], users
+
+
+def _cancel(now: ElementSurvey, elements: list[Element]) -> tuple[list[Element], list[str]]:
+    """Cancel elements that SLURM has; return them, and the users whose elements it did not."""
+    jobs_of, ids = now.submission.jobs_of, now.submission.element_ids
+    cancelled: list[Element] = []
+    users: list[str] = []
+    for user, theirs in grouped(elements, lambda element: jobs_of[element][-1].user).items():
+        if cluster.cancel([ids[element] for element in theirs]):
+            cancelled += theirs
+        else:
+            users.append(user or "others")
+    return cancelled, users
 
 
 def _belongs(now: ElementSurvey, element: Element, which: str | None) -> bool:

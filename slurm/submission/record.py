@@ -45,7 +45,6 @@ SUBMISSION_JSON = "submission.json"
 JOBS_JSONL = "jobs.jsonl"
 PATIENCE_SECONDS = 60.0  # for another command, or a job that submits what comes next
 SILENT_SECONDS = 300.0  # a job touches its log every 30 s, which NFS may show 60 s later
-PRIVATE = 0o600  # of files with lines of the site, which may be private
 
 Element = tuple[str, int]  # name of the array, index
 Ending = Literal["complete", "partial", "failed", "time limit", "asked", "stopped", "unfit", "lost"]
@@ -64,6 +63,7 @@ class Calling(Frozen):
     indices: tuple[int, ...]
     script: str
     time: float
+    user: str = ""  # who made it; earlier versions did not record it
 
 
 class Submitted(Frozen):
@@ -122,6 +122,7 @@ class SbatchCall:
     script: str  # hash of what was submitted
     time: float  # seconds since the epoch
     retries: int  # that came before it
+    user: str = ""  # whose job it is; earlier versions did not record it
     id: int | None = None  # None: the answer of sbatch was not recorded
 
     def element_id(self, index: int) -> str:
@@ -245,8 +246,7 @@ def write_plan(study_dir: Path, site: Site, arrays: Iterable[JobArray], *, anew:
     if anew:
         (study_dir / SLURM / JOBS_JSONL).unlink(missing_ok=True)
     plan = SubmissionPlan(site=site, arrays=tuple(arrays))
-    path = study_dir / SLURM / SUBMISSION_JSON
-    write_json(path, plan.model_dump(mode="json"), mode=PRIVATE)
+    write_json(study_dir / SLURM / SUBMISSION_JSON, plan.model_dump(mode="json"), private=True)
 
 
 def append(study_dir: Path, event: str, **content: Any) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from base.environment import environment
 from base.errors import UserError
 from base.files import write_json
+from base.sharing import check_shared, make_root
 from slurm import cluster
 from slurm.site import Site
 from slurm.submission.advance import submit_ready, write_script
 from slurm.submission.arrays import JobArray, arrays_of
 from slurm.submission.record import (
-    PRIVATE,
     Submission,
     append,
     excluded_nodes,
@@ -95,6 +95,8 @@ def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
     largest = min(site.limits.max_array_size or largest, largest)
     arrays = tuple(arrays_of(study, site.limits.model_copy(update={"max_array_size": largest})))
     check_start(site)
+    make_root(site.root, site.group)
+    check_shared(study_dir, site.group)
     with submitting(study_dir):
         recorded = read_submission(study_dir)
         anew = recorded is not None and recorded.arrays != arrays
@@ -151,7 +153,7 @@ def write_scripts(study_dir: Path, site: Site, arrays: Iterable[JobArray]) -> No
     excluded = excluded_nodes(study_dir)
     for array in arrays:
         write_script(script_path(study_dir, array.name), render(array, site, study_dir, excluded))
-    write_json(scripts / "site.json", site.model_dump(mode="json"), mode=PRIVATE)
+    write_json(scripts / "site.json", site.model_dump(mode="json"), private=True)
     write_json(scripts / "environment.json", environment())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from base.errors import UserError
-from base.files import fsync_path, locked, scratch_directory
+from base.files import fsync_path, locked, open_to_readers, scratch_directory
 from base.reading import read_object
 from study.paths import MIRROR_JSON, MLFLOW_STORE
 
@@ -224,6 +224,7 @@ def _make_file(uri: str) -> None:
     with scratch_directory(path.with_name(f".{path.name}.unfinished")) as directory:
         aside = directory.absolute() / path.name
         MlflowClient(tracking_uri=f"{SQLITE}{aside}").search_experiments(max_results=1)
+        open_to_readers(aside)  # SQLite itself makes files that no group may write
         fsync_path(aside)
         # Renamed when it is whole and synced: a kill before leaves no half-made schema.
         aside.rename(path)

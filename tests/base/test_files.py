@@ -31,7 +31,7 @@ def test_modes_follow_the_umask(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         write_json(tmp_path / "a.json", {})
-        write_json(tmp_path / "private.json", {}, mode=0o600)
+        write_json(tmp_path / "private.json", {}, private=True)
         (tmp_path / "closed").touch(mode=0o600)
         open_to_readers(tmp_path / "closed")
     finally:
