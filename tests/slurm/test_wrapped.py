@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import UserError
 from slurm.submission.advance import advance
 from slurm.submission.record import existing_submission, log_of, starts_of
 from slurm.submission.submit import submit
@@ -74,13 +75,6 @@ def run_wrapped(root: Path, study: Study, monkeypatch, lines: dict[str, str]) ->
     check_each_started_once(study_dir, study)
 
 
-def test_a_study_ends_though_notes_are_between_answers_and_squeue_is_silent_for_a_while(
-    small_lab, tmp_path, study, monkeypatch
-):
-    lines = WRAPPERS["notes"] | {"squeue": SILENT}
-    run_wrapped(tmp_path, study, monkeypatch, lines)
-
-
 @pytest.mark.stress
 @pytest.mark.parametrize("accounting", [False, True])
 def test_a_study_ends_under_every_wrapper(
@@ -98,16 +92,25 @@ def test_a_study_ends_under_every_wrapper(
 def test_jobs_on_nodes_without_commands_end_with_their_work(
     small_lab, tmp_path, study, monkeypatch
 ):
-    """Somebody else submits, as `status --watch` does."""
-    path = str(without_commands(tmp_path / "bin"))
-    study_dir = submitted(tmp_path / "runs", study, monkeypatch, PATH=path)
+    """Somebody else submits, as `status --watch` does, by commands that are wrapped."""
+    path = str(without_commands(tmp_path / "programs"))
+    lines = WRAPPERS["notes"] | {"squeue": SILENT}
+    with monkeypatch.context() as environment:
+        environment.setenv("PATH", f"{wrap(tmp_path / 'bin', lines)}:{os.environ['PATH']}")
+        study_dir = submitted(tmp_path / "runs", study, environment, PATH=path)
+        unknown = []
 
-    def ended() -> bool:
-        advance(study_dir)
-        time.sleep(0.5)
-        return is_over(study_dir)
+        def ended() -> bool:
+            try:
+                advance(study_dir)
+            except UserError as error:
+                unknown.append(str(error))
+            time.sleep(0.5)
+            return is_over(study_dir)
 
-    wait_until(ended, "the end of the study")
+        wait_until(ended, "the end of the study")
+    assert unknown
+    assert all(error.startswith("SLURM says nothing of 1 element; see ") for error in unknown)
     check_each_started_once(study_dir, study)
     submission = existing_submission(study_dir)
     wait_until(lambda: not small_lab.command("squeue", "--noheader"), "no job left")

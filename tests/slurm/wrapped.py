@@ -25,7 +25,7 @@ TORN = """
 answer=$(slurm "$@") || exit
 [ $((n % 2)) = 0 ] && echo "$answer" || printf '%s' "${answer:0:${#answer}*2/3}"
 """
-SILENT = """[ $n -gt 3 ] && [ $n -le 9 ] || slurm "$@" """
+SILENT = """[ $n -gt 3 ] && [ $n -le 15 ] || slurm "$@" """
 DROPPED = """answer=$(slurm "$@") || exit; echo "$answer" | sed $((n % 2))d"""
 # The exit code and the message are lost.
 SWALLOWED = """slurm "$@" 2>/dev/null; exit 0"""
@@ -37,6 +37,10 @@ WITHOUT_ID = """slurm "$@" > /dev/null && echo 'Your job was taken.'"""
 OF_SEVERAL = """answer=$(slurm "$@") && echo "$answer;lab" """
 WRAPPERS: dict[str, dict[str, str]] = {
     "notes": dict.fromkeys(("sbatch", *LISTS, "scontrol"), NOTED),
+    "notes, and a squeue that is empty for a while": {
+        **dict.fromkeys(("sbatch", "sacct", "scontrol"), NOTED),
+        "squeue": SILENT,
+    },
     "notes without a line end": {**dict.fromkeys(LISTS, GLUED), "sbatch": NOTED},
     "torn lists": dict.fromkeys(LISTS, TORN),
     "lists that are empty for a while": dict.fromkeys(LISTS, SILENT),
