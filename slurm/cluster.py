@@ -373,9 +373,8 @@ class SubmitLimitError(UserError):
 def _refusal(command: str, output: str) -> UserError:
     """Return one line: what SLURM said, and what to do about it."""
     # Lines that do not begin with the name of a command are notes of the site, beside others.
-    ours = r"^(?:s\w+(?:: | error: )|allocation failure: ).*"
+    ours = r"^(?:s\w+: (?:error: |fatal: )?|(?=s\w+ error: |allocation failure: ))(.*)"
     lines = re.findall(ours, output, re.MULTILINE) or output.splitlines()
-    lines = [re.sub(r"^s\w+: (error: |fatal: )?", "", line) for line in lines]
     message = "; ".join(line for line in lines if line.strip()) or "failed without a message"
     action = next(to_do for pattern, to_do in NEXT_ACTIONS if re.search(pattern, message.lower()))
     kind = SubmitLimitError if action is LOWER_MAX_QUEUED else UserError
