@@ -86,6 +86,25 @@ def test_the_id_of_a_job_is_found_however_sbatch_is_wrapped(submit, tmp_path, mo
     assert cluster.states([f"{job}_0"])[f"{job}_0"].waits
 
 
+def test_however_lists_are_wrapped_no_element_is_in_another_state(submit, tmp_path, monkeypatch):
+    job = submit("exit 0", array="0-2", extra=["--begin=now+1hour"])
+    elements = [f"{job}_{index}" for index in range(3)]
+    cluster.cancel([elements[1]])
+    known = cluster.states(elements)
+    assert list(known) == [elements[0], elements[2]]
+    monkeypatch.setattr(cluster, "TRY_SECONDS", 0.0)
+    for name, lines in WRAPPERS.items():
+        with monkeypatch.context() as environment:
+            commands = wrap(tmp_path / name, lines)
+            environment.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+            for _ in range(4):
+                listed = cluster.states(elements)
+                assert listed.items() <= known.items()
+                whole = name not in ("lists without an element", "lists that are empty for a while")
+                assert listed == known or not whole or "squeue is empty" in name, name
+                assert cluster.gone(elements[:1]) == set(), name
+
+
 def test_what_is_gone_is_what_slurm_says_that_it_does_not_have(submit, tmp_path, monkeypatch):
     """An answer without an element says so twice, an empty one never."""
     job = submit("exit 0", array="0-2", extra=["--begin=now+1hour"])

@@ -3,6 +3,7 @@
 A wrapper is lines of bash for a command: `slurm` is the real one, `$n` the number of this call.
 """
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -26,7 +27,10 @@ answer=$(slurm "$@") || exit
 [ $((n % 2)) = 0 ] && echo "$answer" || printf '%s' "${answer:0:${#answer}*2/3}"
 """
 SILENT = """[ $n -gt 3 ] && [ $n -le 15 ] || slurm "$@" """
-DROPPED = """answer=$(slurm "$@") || exit; echo "$answer" | sed $((n % 2))d"""
+DROPPED = """
+answer=$(slurm "$@") || exit
+[ $((n % 2)) = 0 ] && echo "$answer" || echo "$answer" | sed 1d
+"""
 # The exit code and the message are lost.
 SWALLOWED = """slurm "$@" 2>/dev/null; exit 0"""
 PLUGIN = """
@@ -55,10 +59,9 @@ WRAPPERS: dict[str, dict[str, str]] = {
 def wrap(directory: Path, lines: dict[str, str]) -> Path:
     """Write a program for each command and return their directory."""
     for name, text in lines.items():
-        calls = directory / f"{name}.calls"
-        write_program(
-            directory / name, PROGRAM.format(real=shutil.which(name), calls=calls, lines=text)
-        )
+        calls = shlex.quote(str(directory / f"{name}.calls"))
+        program = PROGRAM.format(real=shutil.which(name), calls=calls, lines=text)
+        write_program(directory / name, program)
     return directory
 
 
