@@ -15,7 +15,7 @@ from study.definition import Study, save_study
 from tests.interpreter import interpreter
 from tests.runs import write_program
 from tests.slurm.lab import running
-from tests.slurm.studies import changed, site_of, small_study, table, write_site
+from tests.slurm.studies import changed, site_of, small_study, write_site
 from tests.slurm.team import GROUP, GROUP_ID, MEMBERS, USERS, TeamLab
 from tests.waiting import wait_until
 
@@ -252,4 +252,3 @@ def test_a_real_study_passes_from_member_to_member(team, base):
     assert done.returncode == 0, done.stderr[-2000:]
     assert open_to_others(alone) == []
     print(f"{sum(1 for _ in entries(alone))} files and directories of one user")
-    assert table(alone / "real") == table(directory), "bit for bit"
