@@ -172,7 +172,7 @@ KEPT = ("SLURM_CONF", "SLURM_JWT")  # which cluster, and who asks
 LOWER_MAX_QUEUED = "lower limits.max_queued in the site file, or wait until other jobs have ended"
 NEXT_ACTIONS = (  # pattern of SLURM's message, in lower case -> what to do next
     (r"configuration (source|file)|cannot stat file", "set SLURM_CONF, or use a login node"),
-    (r"submitjob|temporarily unable to accept", LOWER_MAX_QUEUED),
+    (r"submitjob|temporarily una|queue full|^batch job submission failed: job v", LOWER_MAX_QUEUED),
     (r"database", "run again when the accounting service answers"),
     (r"contact|connect|timed out", "run again when `scontrol ping` finds the controller up"),
     (r"invalid job id|already finished", "the job has ended; look at `squeue -t all`"),
@@ -225,9 +225,15 @@ def can_submit() -> bool:
     return None not in (shutil.which("squeue"), shutil.which("sbatch"))
 
 
-def check(script: Path) -> None:
-    """Raise UserError if SLURM would refuse the script."""
-    _answer("sbatch", "--test-only", str(script.resolve()))
+def check(script: Path, array: str = "0") -> None:
+    """Raise UserError if SLURM would refuse the script, SubmitLimitError if the queue is full."""
+    _answer("sbatch", "--test-only", f"--array={array}", str(script.resolve()))
+
+
+def requeue(element: str, seconds: int) -> None:
+    """End a running element, which starts again after so many seconds."""
+    _answer("scontrol", "requeue", element)
+    _answer("scontrol", "update", f"JobId={element}", f"StartTime=now+{seconds}")
 
 
 def states(elements: Collection[str]) -> dict[str, JobState]:

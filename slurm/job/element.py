@@ -380,12 +380,14 @@ def is_recorded(study_dir: Path, array: str, index: int, job: str) -> bool:
     """Return whether this job is the newest of the element, and nobody cancelled that.
 
     The command that submitted it may still be at it, or may have been killed before it recorded
-    the answer of sbatch. Of another user's element only the record can be cancelled.
+    the answer of sbatch. Of another user's element only the record can be cancelled. A job that
+    left has run it: it was requeued to submit alone.
     """
 
     def is_wanted() -> bool:
         submission, element = existing_submission(study_dir), (array, index)
-        return submission.element_ids.get(element) == job and element not in submission.cancelled
+        is_newest = submission.element_ids.get(element) == job and job not in submission.left
+        return is_newest and element not in submission.cancelled
 
     # The usual case needs no lock, which whoever submits may hold for a minute.
     if is_wanted():
@@ -410,7 +412,7 @@ def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> Non
             ending = ElementStart(study_dir, array, index, stop_file, job).run()
         else:
             ending = "complete"
-            say(f"another job runs {array}/{index}, or it was cancelled: this one, {job}, leaves")
+            say(f"another job runs {array}/{index}, or it has ended: this one, {job}, leaves")
     except (UserError, OSError) as error:
         say(f"error: {line_of(error)}")
     finally:  # whatever it was, others may start now, and this element again

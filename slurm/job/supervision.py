@@ -19,7 +19,7 @@ from typing import Literal
 from base.cli import line_of
 from base.errors import UserError
 from base.stopping import OTHER_RANK, SIGNALS
-from slurm.cluster import can_submit
+from slurm import cluster
 from slurm.submission.advance import advance
 from study.step import Step
 from train.run.directory import RunDirectory
@@ -36,6 +36,7 @@ LOOK_SECONDS = 10.0  # between looks at the files of the work
 ADVANCE_SECONDS = 600.0  # without news from these files: jobs that SLURM cancelled come back
 TRIES, TRY_SECONDS = 20, 30.0  # at the end: a controller that restarts is away for minutes
 PATIENCE_SECONDS = 120.0  # for another command that is submitting
+FULL_TRIES, REQUEUE_SECONDS = 2, 600  # full without another of the study: the job is requeued
 
 
 def wait_for(
@@ -206,7 +207,7 @@ class Advancing:
         # One thread at a time: calls that SLURM does not answer must not pile up.
         if now - self._looked_at < LOOK_SECONDS or (self._thread and self._thread.is_alive()):
             return
-        if not can_submit():
+        if not cluster.can_submit():
             return
         self._looked_at, outputs = now, self._outputs()
         if outputs != self._seen or now - self._advanced_at >= ADVANCE_SECONDS:
@@ -218,8 +219,8 @@ class Advancing:
 
 
 def advance_at_end(study_dir: Path, job: str | None, tries: int = TRIES) -> None:
-    """Submit what can start once this job has ended; try for some minutes."""
-    if not can_submit():
+    """Submit what can start once this job has ended; try for minutes, or wait in a full queue."""
+    if not cluster.can_submit():
         say("this node has no sbatch or squeue; 'status --watch' on a login node submits the rest")
         return
     for left in reversed(range(tries)):
@@ -228,6 +229,10 @@ def advance_at_end(study_dir: Path, job: str | None, tries: int = TRIES) -> None
             submitted = advance(study_dir, ending=job, patience_seconds=patience)
         except (UserError, OSError) as error:
             say(f"nothing was submitted: {line_of(error)}")
+            if job and isinstance(error, cluster.SubmitLimitError) and left <= tries - FULL_TRIES:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which SLURM sends it at once
+                with contextlib.suppress(UserError):
+                    return cluster.requeue(job, REQUEUE_SECONDS)
             if left:
                 time.sleep(TRY_SECONDS)
         else:

@@ -18,6 +18,7 @@ from base.grouping import grouped
 from base.names import take_one_of
 from base.sharing import this_user
 from slurm import cluster
+from slurm.site import JobKind
 from slurm.submission.arrays import FINAL, JobArray
 from slurm.submission.record import (
     Element,
@@ -66,11 +67,20 @@ def submit_ready(
     that the site file would make otherwise now, or that SLURM holds after failed launches.
     """
     adopt(study_dir)
+    if ending:
+        append(study_dir, "leaving", job=ending)
     submission = existing_submission(study_dir)
     now = survey(study_dir, submission, load_study(study_dir), verify=verify)
     now.check()
     remember_complete(study_dir, now.complete)
-    return _Submitter(now, ending).run(replace=verify)
+    try:
+        return _Submitter(now).run(replace=verify)
+    except cluster.SubmitLimitError:
+        if ending or not submission.left:
+            raise
+    # The last that left may wait in the queue, to submit what is submitted here in its place.
+    cluster.cancel([submission.left[-1]])
+    return _Submitter(now).run(replace=verify)
 
 
 def adopt(study_dir: Path) -> None:
@@ -91,7 +101,8 @@ def why_not(now: ElementSurvey, element: Element) -> NotSubmitted | None:
     state = now.states.get(element)
     starts = starts_of(now.study_dir, element)
     # A plain scancel leaves no line in our record: what SLURM says is its only trace.
-    if (state and state.state == "CANCELLED") or (not state and _vanished(now, element, jobs[-1])):
+    cancelled = state.state == "CANCELLED" if state else _vanished(now, element, jobs[-1])
+    if cancelled and not any(start["job"] == jobs[-1] and "ended" in start for start in starts):
         return "cancelled"
     if was_stopped(starts, jobs):
         return "stopped"
@@ -115,14 +126,15 @@ def _vanished(now: ElementSurvey, element: Element, job: str) -> bool:
 class _Submitter:
     """One call of `submit_ready`."""
 
-    def __init__(self, now: ElementSurvey, ending: str | None) -> None:
+    def __init__(self, now: ElementSurvey) -> None:
         self.now, self.study_dir, self.submission = now, now.study_dir, now.submission
         self.limits = now.submission.site.limits
         self.excluded = excluded_nodes(now.study_dir)
         self.user = this_user()
-        # The caller runs still, but its element may be submitted again.
-        ended = {key for key, id_ in self.submission.element_ids.items() if id_ == ending}
-        self.active = now.active - ended
+        # What has left, such as the caller, runs still, or waits to submit alone.
+        ids, left = self.submission.element_ids, set(self.submission.left)
+        self.active = {key for key in now.active if ids[key] not in left}
+        self.full: dict[JobKind, cluster.SubmitLimitError] = {}
 
     def run(self, *, replace: bool) -> dict[str, int]:
         """Submit in the order of the arrays, up to the limits; return how many by array."""
@@ -131,17 +143,16 @@ class _Submitter:
         # Table and report come last, once nothing waits or runs that could add to them.
         if not ready and not self.active and self.final_is_due():
             ready = [(FINAL, 0)]
-        # In the order of the arrays: limits then hold back what others read last.
         submitted: dict[str, int] = {}
         for name, array in self.submission.job_arrays.items():
             indices = [index for ready_name, index in ready if ready_name == name]
-            room = self.room(array)
+            room = 0 if array.kind in self.full else self.room(array)
             count = self.submit(array, indices[:room])
             if count:
                 submitted[name] = count
-            if count < len(indices[:room]):
-                break  # SLURM takes no more now
-        # Else the end of a job calls again.
+        # Where jobs are in the queue their end calls again; with none nothing would.
+        if self.full and not self.active:
+            raise next(iter(self.full.values()))
         if not submitted and self.active and self.active <= self.now.unknown:
             raise UserError(self.now.unknown_in_words())
         return submitted
@@ -193,7 +204,7 @@ class _Submitter:
         # By a retry the user says that they are gone.
         old |= {key for key in unknown if jobs_of[key][-1].retries < self.submission.retries}
         # Only their own users may cancel them.
-        others = {jobs_of[key][-1].user for key in old} - {"", self.user}
+        others = {jobs_of[key][-1].user for key in old} - {self.user}
         if others:
             names = ", ".join(sorted(others))
             print(f"note: jobs of {names} wait as they are; have {names} submit", file=sys.stderr)
@@ -211,23 +222,16 @@ class _Submitter:
         return render(array, self.submission.site, self.study_dir, self.excluded)
 
     def submit(self, array: JobArray, indices: list[int]) -> int:
-        """Submit elements of an array, as many as SLURM takes; return how many.
-
-        Raises:
-            SubmitLimitError: it takes none, and the study has nothing else in the queue.
-        """
+        """Submit elements of an array, as many as SLURM takes; return how many."""
         left, size = indices, len(indices)
-        while left:
+        while left and size:
             try:
                 self.sbatch(array, left[:size])
-            except cluster.SubmitLimitError:
+            except cluster.SubmitLimitError as error:
                 # SLURM does not say how many it would take: halve until a call fits.
                 size = min(size, len(left)) // 2
-                # Where jobs are in the queue their end calls again; with none nothing would.
-                if not size and not self.active:
-                    raise
                 if not size:
-                    break
+                    self.full[array.kind] = error  # another may have a partition or QOS of its own
             else:
                 left = left[size:]
         return len(indices) - len(left)

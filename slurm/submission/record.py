@@ -22,7 +22,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, assert_never
@@ -55,15 +55,15 @@ EXCLUDED_JSON = "excluded.json"  # node -> reason
 
 
 class Calling(Frozen):
-    """A call of sbatch, noted before it is made."""
+    """A call of sbatch, noted before it is made: elements `indices` of an array."""
 
     event: Literal["calling"]
-    token: str
+    token: str  # in the job's comment: of this very call
     array: str
     indices: tuple[int, ...]
-    script: str
-    time: float
-    user: str = ""  # who made it; earlier versions did not record it
+    script: str  # hash of what was submitted
+    time: float  # seconds since the epoch
+    user: str  # whose job it is
 
 
 class Submitted(Frozen):
@@ -93,6 +93,13 @@ class Replaced(Frozen):
     elements: tuple[str, ...]
 
 
+class Leaving(Frozen):
+    """A job, as JOB_INDEX, that runs nothing any more: it submits what comes next, and ends."""
+
+    event: Literal["leaving"]
+    job: str
+
+
 class Retried(Frozen):
     """A retry, from which on cancelled elements are submitted again."""
 
@@ -100,7 +107,8 @@ class Retried(Frozen):
 
 
 Event = Annotated[
-    Calling | Submitted | Refused | Cancelled | Replaced | Retried, Field(discriminator="event")
+    Calling | Submitted | Refused | Leaving | Cancelled | Replaced | Retried,
+    Field(discriminator="event"),
 ]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
@@ -112,17 +120,10 @@ class SubmissionPlan(Frozen):
     arrays: tuple[JobArray, ...]
 
 
-@dataclass(frozen=True)
-class SbatchCall:
-    """One call of sbatch: elements `indices` of an array."""
+class SbatchCall(Calling):
+    """One call of sbatch and its job."""
 
-    token: str  # in the job's comment: of this very call
-    array: str
-    indices: tuple[int, ...]
-    script: str  # hash of what was submitted
-    time: float  # seconds since the epoch
     retries: int  # that came before it
-    user: str = ""  # whose job it is; earlier versions did not record it
     id: int | None = None  # None: the answer of sbatch was not recorded
 
     def element_id(self, index: int) -> str:
@@ -130,17 +131,19 @@ class SbatchCall:
         return f"{self.id}_{index}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Submission:
     """The site, the arrays and all sbatch calls of a study; of an element the newest job counts."""
 
     site: Site
     arrays: tuple[JobArray, ...]
-    jobs: tuple[SbatchCall, ...] = ()
+    jobs: list[SbatchCall] = field(default_factory=list)
     unanswered: SbatchCall | None = None  # may have made a job that is not among `jobs`
-    cancelled: frozenset[Element] = frozenset()  # since the last retry, by the user
+    cancelled: set[Element] = field(default_factory=set)  # since the last retry, by the user
     retries: int = 0
-    replaced: frozenset[str] = frozenset()  # "JOB_INDEX" of what waited with an old script
+    # As "JOB_INDEX": what waited with an old script, and what runs nothing any more, newest last.
+    replaced: set[str] = field(default_factory=set)
+    left: list[str] = field(default_factory=list)
 
     @cached_property
     def jobs_of(self) -> dict[Element, list[SbatchCall]]:
@@ -189,11 +192,9 @@ def read_submission(study_dir: Path) -> Submission | None:
 
 def _with_jobs(plan: SubmissionPlan, events: list[Event], path: Path) -> Submission:
     """Return the submission with the jobs that the lines of jobs.jsonl record."""
-    jobs: list[SbatchCall] = []
-    cancelled: set[Element] = set()
-    replaced: set[str] = set()
-    unanswered, retries = None, 0
+    submission = Submission(plan.site, plan.arrays)
     for event in events:
+        unanswered = submission.unanswered
         # Calls and answers alternate: a second open call, or an answer to none, is damage.
         if isinstance(event, Calling | Submitted | Refused) and (
             isinstance(event, Calling) is not (unanswered is None)
@@ -201,32 +202,26 @@ def _with_jobs(plan: SubmissionPlan, events: list[Event], path: Path) -> Submiss
             raise damaged(path, "not every call of sbatch has one answer")
         match event:
             case Calling():
-                call = event.model_dump(exclude={"event"})
-                unanswered = SbatchCall(**call, retries=retries)
+                call = SbatchCall(**event.model_dump(), retries=submission.retries)
+                submission.unanswered = call
             case Submitted():
                 assert unanswered
-                jobs.append(replace(unanswered, id=event.job))
-                unanswered = None
+                submission.jobs.append(unanswered.model_copy(update={"id": event.job}))
+                submission.unanswered = None
             case Refused():
-                unanswered = None
+                submission.unanswered = None
             case Cancelled():
-                cancelled |= set(event.elements)
+                submission.cancelled |= set(event.elements)
             case Replaced():
-                replaced |= set(event.elements)
+                submission.replaced |= set(event.elements)
+            case Leaving():
+                submission.left.append(event.job)
             case Retried():
                 # Calls note how many retries came before: failures of earlier ones no longer count.
-                cancelled, retries = set(), retries + 1
+                submission.cancelled, submission.retries = set(), submission.retries + 1
             case _:
                 assert_never(event)
-    return Submission(
-        plan.site,
-        plan.arrays,
-        tuple(jobs),
-        unanswered,
-        frozenset(cancelled),
-        retries,
-        frozenset(replaced),
-    )
+    return submission
 
 
 def existing_submission(study_dir: Path) -> Submission:

@@ -5,6 +5,7 @@ All else is submitted by `advance`, as soon as its inputs are there.
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -161,8 +162,14 @@ def check_scripts(study_dir: Path, arrays: Iterable[JobArray]) -> None:
     """Raise UserError if SLURM would refuse a script of any kind, before anything is submitted."""
     # Options of scripts differ by kind, else in names alone: one of each is enough.
     by_kind = {array.kind: array for array in arrays}
+    full = None
     for array in by_kind.values():
-        cluster.check(script_path(study_dir, array.name))
+        try:
+            cluster.check(script_path(study_dir, array.name), "0-1")
+        except cluster.SubmitLimitError as error:
+            full = error
+    if full:
+        print(f"note: {full}; without room for two keep 'status --watch' running", file=sys.stderr)
 
 
 def not_asked(study: Study, site: Site) -> str:

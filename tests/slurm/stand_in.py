@@ -1,25 +1,37 @@
 """A stand-in for the interpreter that measures: `python -m tests.slurm.stand_in PYTHON ARGUMENTS`.
 
 It does what the step of this command would leave behind, or fails as TO_FAIL says; a training in
-TO_DIVERGE diverges at its first update.
+TO_DIVERGE diverges at its first update. `python -m slurm` it runs, with short pauses.
 """
 
 import os
 import sys
 from pathlib import Path
 
+from base.cli import run_command
 from base.files import write_sealed
+from slurm.__main__ import app
+from slurm.job import element, supervision
 from study.definition import load_study
 from study.step import Machine, batches, resolve, shared
 from study.steps import steps_of
 from tests.sealing import write_ending
 from train.run.directory import RunDirectory
 
+PAUSE_SECONDS = 0.5  # of jobs, in place of half a minute
+
 
 def main(command: list[str]) -> None:
     """Note the steps of a command in ran.txt and write their outputs."""
+    if command[1:3] == ["-m", "slurm"]:
+        element.PAUSE_SECONDS = supervision.TRY_SECONDS = PAUSE_SECONDS
+        supervision.REQUEUE_SECONDS = 2  # whole seconds
+        sys.argv = command[2:]
+        run_command(app, "slurm")
+        return
     study_dir = Path(os.environ["STUDY_DIR"])
-    machine = Machine(python=command[0])
+    device = "cuda" if "cuda" in command else "cpu"
+    machine = Machine(python=command[0], device=device)
     for batch in batches(steps_of(load_study(study_dir)), 1, 4):
         trains = batch[0].kind == "train" and str(study_dir / batch[0].run) in command
         if trains or resolve(shared(batch), study_dir, machine) == command:

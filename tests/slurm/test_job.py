@@ -187,6 +187,25 @@ def test_what_does_not_need_a_failed_step_is_done_and_the_element_submitted_agai
     assert (FINAL, 0) not in existing_submission(cluster).element_ids
 
 
+def test_the_second_of_two_that_are_given_up_at_once_submits_the_table(cluster, monkeypatch):
+    """While SLURM completes the first one, which has submitted for the last time."""
+    submission, study = existing_submission(cluster), resolve("tiny", "smoke")
+    site = changed(submission.site, limits={"starts_without_progress": 1})
+    write_plan(cluster, site, submission.arrays, anew=False)
+    ends = submission.job_arrays["ends"].elements
+    last = {*ends[0], *ends[END], *submission.job_arrays[FINAL].elements[0]}
+    make(cluster, study, [step.name for step in steps_of(study) if step.name not in last])
+    monkeypatch.setenv("TO_FAIL", "methods-lr3e-3-int8-t6 methods-lr3e-2-int8-t6")
+    record_call(cluster, "ends", 70, [0, END])
+    known = dict.fromkeys(("70_0", f"70_{END}"), in_state("RUNNING"))
+    monkeypatch.setattr(slurm.cluster, "states", lambda ids: known)
+    for index in (0, END):
+        assert (FINAL, 0) not in existing_submission(cluster).element_ids
+        with pytest.raises(typer.Exit):
+            run(cluster, index=index)
+    assert (FINAL, 0) in existing_submission(cluster).element_ids
+
+
 def test_what_needs_a_failed_step_waits_and_three_starts_are_enough(cluster, monkeypatch):
     monkeypatch.setenv("TO_FAIL", "blocks-lr3e-2")
     for _ in range(4):  # the first one comes further: it completes what does not need the blocks
