@@ -225,9 +225,9 @@ def can_submit() -> bool:
     return None not in (shutil.which("squeue"), shutil.which("sbatch"))
 
 
-def check(script: Path, array: str = "0") -> None:
+def check(script: Path, *options: str) -> None:
     """Raise UserError if SLURM would refuse the script, SubmitLimitError if the queue is full."""
-    _answer("sbatch", "--test-only", f"--array={array}", str(script.resolve()))
+    _answer("sbatch", "--test-only", *options, str(script.resolve()))
 
 
 def requeue(element: str, seconds: int) -> None:

@@ -165,7 +165,7 @@ def check_scripts(study_dir: Path, arrays: Iterable[JobArray]) -> None:
     full = None
     for array in by_kind.values():
         try:
-            cluster.check(script_path(study_dir, array.name), "0-1")
+            cluster.check(script_path(study_dir, array.name), "--array=0-1")
         except cluster.SubmitLimitError as error:
             full = error
     if full:

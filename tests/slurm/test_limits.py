@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from base.errors import UserError
+from slurm import cluster
+from slurm.cluster import SubmitLimitError
 from slurm.site import KINDS, Site
 from slurm.status.table import watch
 from slurm.submission.record import existing_submission, log_of, starts_of
@@ -81,6 +84,32 @@ def test_a_queue_full_of_others_is_waited_for_in_the_queue(
     finally:
         lab.limit_submissions(-1)
     check_ended(study, study_dir)
+
+
+@pytest.mark.parametrize(
+    "stderr",
+    [
+        "sbatch: error: AssocGrpSubmitJobsLimit\nsbatch: error: Batch job submission failed: Job"
+        " violates accounting/QOS policy (job submit limit, user's size and/or time limits)\n",
+        "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit"
+        " limit, user's size and/or time limits)\n",
+        "sbatch: error: Batch job submission failed: Resource temporarily unavailable\n",
+        "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying\n",
+        "sbatch: error: Slurm job queue full, sleeping and retrying\n",
+    ],
+)
+def test_words_of_a_full_queue(tmp_path, monkeypatch, stderr):
+    """And not those of a limit that more room would not change."""
+    write_program(tmp_path / "sbatch", '#!/bin/sh\nprintf %s "$STDERR" >&2\nexit 1\n')
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("STDERR", stderr)
+    with pytest.raises(SubmitLimitError):
+        cluster.submit(tmp_path / "any.sh", "0", "token")
+    monkeypatch.setenv("STDERR", stderr.replace("AssocGrpSubmitJobs", "QOSMaxNodePerJob"))
+    if "Assoc" in stderr:
+        with pytest.raises(UserError, match="correct the site file") as error:
+            cluster.submit(tmp_path / "any.sh", "0", "token")
+        assert not isinstance(error.value, SubmitLimitError)
 
 
 @pytest.mark.stress

@@ -122,7 +122,7 @@ def test_a_call_whose_answer_was_lost_is_found_by_its_token(site, directory, stu
     assert len(existing_submission(directory).jobs) == 1
 
 
-LOST_CALL = {"token": "quantdyn:none", "script": "0" * 16, "time": 0.0}
+LOST_CALL = {"token": "quantdyn:none", "script": "0" * 16, "time": 0.0, "user": "root"}
 
 
 def test_of_what_slurm_says_nothing_only_a_retry_submits_again(
