@@ -196,8 +196,7 @@ def submitted(study_dir: Path, study: Study, first_job: int = 11) -> Submission:
 def record_call(study_dir: Path, array: str, job: int, indices: list[int]) -> None:
     """Records a call of sbatch and its answer."""
     call = {"token": f"quantdyn:{job}", "array": array, "indices": indices, "script": "0" * 16}
-    call["user"] = "root"
-    append(study_dir, "calling", **call, time=0.0)
+    append(study_dir, "calling", **call, time=0.0, user="root")
     append(study_dir, "submitted", job=job)
 
 
