@@ -58,7 +58,8 @@ def fsync_path(path: Path) -> None:
     """Sync the bytes of a file, or the names in a directory, to survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -147,8 +148,7 @@ def take_lock(file: IO[Any], patience_seconds: float = 0.0) -> bool:
             time.sleep(POLL_SECONDS)
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                error.filename = file.name  # flock knows none
-                raise
+                raise OSError(error.errno, error.strerror, file.name) from None
             raise UserError(
                 f"{file.name} cannot be locked ({error.strerror}); have its filesystem mounted with"
                 " flock, or use another directory"

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal, assert_never
 from pydantic import Field, TypeAdapter
 
 from base.errors import UserError
-from base.files import locked, write_json
+from base.files import locked, naming, write_json
 from base.frozen import Frozen
 from base.names import take_one_of
 from base.reading import as_model, parse_json, read_model, read_regular
@@ -422,7 +422,7 @@ def unexclude(study_dir: Path, nodes: Iterable[str]) -> None:
 def append_line(path: Path, content: dict[str, Any]) -> None:
     """Add a line to a JSONL file, synced, after one that was cut off if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
+    with naming(path), path.open("ab+") as file:
         # A file opened for appending is at its end, so 0 says that it is empty.
         whole = file.tell() == 0
         if not whole:

@@ -204,10 +204,11 @@ def test_a_write_is_whole_or_said_to_have_failed(mounts, way, error, after):
             write(here, NEW)
         except (OSError, UserError) as failure:
             said[type(failure).__name__] += 1
-            failed = True
+            failed, named = True, isinstance(failure, UserError) or failure.filename
         else:
-            failed = False
+            failed, named = False, True
         writer.behave(CACHING)
+        assert named, f"an error that names no file, of operation {struck + 1}"
         value = read(there)
         assert value in ((OLD, NEW, None) if failed else (NEW,)), f"operation {struck + 1}"
         if sum(writer.injected().values()) == before:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
+from base.files import naming
 
 TRAINED = "learning_rate"  # every row of an update has it, of a skipped one as well
 HELD_OUT_LOSS = "held_out_loss"  # then .NAME of a further file, and /AVERAGE
@@ -20,7 +21,7 @@ class MetricsWriter:
     """Appends rows to metrics.jsonl, one JSON object a line, flushed at once. Rank 0 owns it."""
 
     def __init__(self, path: Path, attempt: int) -> None:
-        self._attempt = attempt
+        self._path, self._attempt = path, attempt
         if path.exists():  # a killed attempt may have left half a line
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a")
@@ -29,12 +30,15 @@ class MetricsWriter:
         """Append one row: step and tokens seen, then the named values."""
         row = {"step": step, "tokens": tokens, "attempt": self._attempt, "time": time.time()}
         row |= values
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(row, allow_nan=False) + "\n"
+        with naming(self._path):
+            self._file.write(line)
+            self._file.flush()
 
     def sync(self) -> None:
         """Sync the rows to the disk, before a checkpoint that they belong to."""
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Sync and close the file."""
