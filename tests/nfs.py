@@ -166,13 +166,6 @@ class Server:
         """Serve; locks of before are to be claimed again within the grace period."""
         self.inside("rpc.nfsd", "--no-nfs-version", "3", "8")
 
-    def wait_for_locks(self) -> None:
-        """Return when the grace period is over, and new locks are given."""
-        wait_until(
-            lambda: "Y" in self.inside("cat", "/proc/fs/nfsd/v4_end_grace"),
-            "end of the grace period",
-        )
-
     def limit(self, user: int, kib: int) -> None:
         """Let a user have so much of the disk; 0 lifts the limit."""
         self.inside("setquota", "-u", user, kib, kib, 0, 0, self._root / "disk")

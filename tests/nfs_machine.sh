@@ -31,6 +31,11 @@ mkdir -p "$out"
     cat <<'INIT'
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
+mount -t tmpfs tmpfs /sys/fs/cgroup
+mkdir /sys/fs/cgroup/systemd /sys/fs/cgroup/freezer
+mount -t cgroup -o none,name=systemd cgroup /sys/fs/cgroup/systemd  # slurmd looks for it
+mount -t cgroup -o freezer cgroup /sys/fs/cgroup/freezer
+ln -s /proc/self/fd /dev/fd
 mkdir -p /dev/shm /dev/pts
 mount -t devpts devpts /dev/pts
 for directory in /tmp /var/tmp /run /dev/shm /var/lib/nfs; do mount -t tmpfs -o mode=1777 tmpfs $directory; done
@@ -38,8 +43,12 @@ mount -t hostfs -o "$out" none /srv
 mount -t hostfs -o "$work" none /mnt
 mkdir -p /tmp/modules/lib
 ln -s /usr/lib/uml/modules /tmp/modules/lib/modules
-for module in nfs nfsv3 nfsv4 nfsd loop veth quota_v2; do modprobe --dirname=/tmp/modules $module; done
+for module in nfs nfsv3 nfsv4 nfsd loop veth dummy quota_v2; do modprobe --dirname=/tmp/modules $module; done
 ip link set lo up
+# SLURM's commands resolve no name on a machine without an address of its own.
+ip link add machine type dummy
+ip address add 10.78.0.1/24 dev machine
+ip link set machine up
 hostname nfs
 "${command[@]}" </dev/null
 echo $? >/mnt/status

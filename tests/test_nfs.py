@@ -185,23 +185,28 @@ def test_a_runner_on_a_lost_node_is_followed_by_one_on_another(server, study, un
 
 
 def test_soft_mounts_end_in_a_line_and_lose_nothing(server, study, undisturbed):
+    """What opens or locks waits for an NFS 4 server all the same; the rest fails after seconds."""
     node = server.client(SOFT)
     study.start(node)
     study.until(f"{RUN}/metrics.jsonl")
     server.stop()
-    stopped_at = time.monotonic()
-    assert study.end() != 0
-    time.sleep(max(0.0, AWAY_SECONDS - (time.monotonic() - stopped_at)))
+    time.sleep(AWAY_SECONDS)
     server.begin()
+    study.end()
+    while study.codes[-1]:
+        study.run(node)
+        assert len(study.codes) < 5, study.lines
+    study.check(undisturbed)
 
-    # Within the grace period a soft mount gets locks refused.
-    server.wait_for_locks()
-    # Another number of the filesystem: what is open or known by a handle is stale.
+
+def test_an_export_of_another_number_is_said_in_a_line(server, study, undisturbed):
+    """What is open, or known by a handle, is stale."""
+    node = server.client(HARD)
     study.start(node)
-    study.until(f"{RUN}/checkpoints/step00000048/checkpoint.json")
+    study.until(f"{RUN}/metrics.jsonl")
     server.publish(fsid=2)
     assert study.end() != 0
-    node.mount(SOFT)
+    node.mount(HARD)
     assert study.run(node) == 0
     study.check(undisturbed)
 
