@@ -69,6 +69,9 @@ read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
 """
 # The name of pyxis' container; another start may have been killed while it unpacked its own.
 UNPACKED, START = "quantdyn_{}_{}", ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+# SLURM signals every process of a step, and apptainer hands on what it gets: a second SIGTERM would
+# have torchrun leave while its ranks save. This shell, its only child, takes that one.
+ONCE = ("sh", "-c", 'trap : TERM USR1; "$@"; exit $?', "sh")
 
 
 def preamble(site: Site, kind: JobKind) -> str:
@@ -167,7 +170,7 @@ def srun_prefix(site: Site, kind: JobKind, options: Sequence[str] = ()) -> list[
     gpus = ["--nv"] if resources.gpus_per_node else []
     # Whatever APPTAINER_CLEANENV and APPTAINER_CONTAINALL say, the job's variables get in.
     command += ["apptainer", "exec", "--containall=false", "--cleanenv=false", *gpus]
-    return [*command, "--bind", binds, "--pwd", project, container.image, *inside]
+    return [*command, "--bind", binds, "--pwd", project, container.image, *ONCE, *inside]
 
 
 def forget(site: Site) -> str:

@@ -3,8 +3,8 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from slurm.doctor import visit
-from slurm.job.supervision import end
 from slurm.site import Site
 from slurm.submission.record import starts_of
 from slurm.submission.script import srun_prefix
@@ -122,42 +121,41 @@ def test_the_root_is_writable_inside_a_mount_that_is_not(inside, tmp_path):
     assert (root / "new").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize(("script", "code"), [("exit 7", 7), ("kill -KILL $$", -signal.SIGKILL)])
+@pytest.mark.parametrize(("script", "code"), [("exit 7", 7), ("kill -KILL $$", 137)])
 def test_exit_codes_come_back(inside, script, code):
     assert inside(script).wait(HANG_SECONDS) == code
 
 
+# Notes every signal, and leaves a while after the first SIGTERM, as torchrun does.
 NOTING = """
-for name in INT USR1 TERM; do trap "echo $name >>{out}" $name; done
-trap 'echo TERM >>{out}; exit 9' TERM
+for name in USR1 TERM; do trap "echo $name >>{out}" $name; done
 echo ready >>{out}
-while :; do sleep 0.05; done
+until grep -q TERM {out}; do sleep 0.1; done
+for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.2; done
+echo end >>{out}
+exit 9
 """
 
 
-def test_signals_reach_the_command_and_its_end_is_the_containers(inside, tmp_path):
-    out = tmp_path / "a=b+c@d/out"
-    process = inside(NOTING.format(out=out))
-    for sent, line in (("USR1", "ready"), ("INT", "USR1"), ("TERM", "INT")):
-        wait_until(lambda line=line: out.exists() and line in out.read_text(), line, process)
-        process.send_signal(signal.Signals[f"SIG{sent}"])
-    assert process.wait(HANG_SECONDS) == 9
-    assert set(out.read_text().split()) == {"ready", "USR1", "INT", "TERM"}
-
-
-def test_no_command_outlives_the_first_process_of_its_container(inside, tmp_path):
-    out = tmp_path / "a=b+c@d/out"
-    process = inside(f"echo $$ >{out}.new; mv {out}.new {out}; while :; do sleep 0.05; done")
-    wait_until(out.exists, "the command", process)
-    command = Path(f"/proc/{out.read_text().strip()}")  # apptainer numbers no processes anew
-    assert command.exists()
-    process.kill()
-    process.wait(HANG_SECONDS)
-    wait_until(lambda: not command.exists(), "its end")
-
-    deaf = inside("trap '' INT TERM; while :; do sleep 0.05; done")
-    end(deaf)  # as a job does
-    assert deaf.returncode is not None
+def test_a_step_hears_each_signal_once_and_its_exit_code_comes_back(
+    image, lab_directory, slurm_installed, tmp_path, monkeypatch
+):
+    """SLURM signals every process, so the ranks as well: twice, torchrun would leave them."""
+    out, root = tmp_path / "out", tmp_path / "a=b+c"
+    root.mkdir()
+    monkeypatch.setenv("APPTAINER_USERNS", "1")
+    with running(Lab(lab_directory, nodes=1, cpus=2)) as lab:
+        monkeypatch.setenv("SLURM_CONF", str(lab.conf))
+        site = contained(site_of(root), image, str(tmp_path))
+        step = [*srun_prefix(site, "quantize"), "bash", "-c", NOTING.format(out=out)]
+        command = ["sbatch", "--parsable", "--output", str(tmp_path / "log")]
+        job = lab.command(*command, "--wrap", f"{shlex.join(step)}; echo code $?").strip()
+        for sent, line in (("USR1", "ready"), ("TERM", "USR1")):
+            wait_until(lambda line=line: out.exists() and line in out.read_text(), line)
+            lab.command("scancel", f"--signal={sent}", job)
+        wait_until(lambda: not lab.command("squeue", "--noheader"), "the job's end")
+    assert out.read_text().split() == ["ready", "USR1", "TERM", "end"]
+    assert "code 9" in (tmp_path / "log").read_text()
 
 
 def test_the_doctor_on_two_nodes(image, lab_directory, slurm_installed, tmp_path, monkeypatch):
@@ -178,13 +176,13 @@ class ContainerStorm(Storm):
     """With a fault of containers."""
 
     def container_killed(self, index: int, nodes: list[str]) -> bool:
-        """SIGKILL to the process of apptainer that waits for torchrun, on the first node."""
+        """SIGKILL to the first process of a container, on the first node."""
         node = int(nodes[0].removeprefix("node"))
         marker = f"torch.distributed.run .*{self.study_dir / self.runs[index]}".replace("+", ".")
         with contextlib.suppress(RuntimeError):  # pgrep finds none
             torchrun = self.lab.inside(node, "pgrep", "--oldest", "--full", marker).split()[0]
-            starter = self.lab.inside(node, "ps", "-o", "ppid=", "-p", torchrun).strip()
-            self.lab.inside(node, "kill", "-KILL", starter)
+            first = self.lab.inside(node, "ps", "-o", "ppid=", "-p", torchrun).strip()
+            self.lab.inside(node, "kill", "-KILL", first)
             return True
         return False
 
