@@ -69,8 +69,8 @@ read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
 """
 # The name of pyxis' container; another start may have been killed while it unpacked its own.
 UNPACKED, START = "quantdyn_{}_{}", ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")
-# SLURM signals every process of a step, and apptainer hands on what it gets: a second SIGTERM would
-# have torchrun leave while its ranks save. This shell, its only child, takes that one.
+# SLURM signals every process of a step, and apptainer hands on what it gets: at a second SIGTERM
+# torchrun would leave while its ranks save. This shell, the child of apptainer, takes that one.
 ONCE = ("sh", "-c", 'trap : TERM USR1; "$@"; exit $?', "sh")
 
 
