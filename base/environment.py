@@ -20,6 +20,7 @@ from typing import Any
 from base import CHECKOUT
 from base.errors import UserError
 from base.libraries.locks import LOCK, PYPI_BUILD, lock_of, pins_of
+from base.processor import processor
 
 PROJECT = "quantdyn"
 TRACKED_PACKAGES = (
@@ -90,7 +91,7 @@ def environment() -> dict[str, Any]:
         "host": socket.gethostname(),
         "slurm_job": _slurm_job(),
         "partition": os.environ.get("SLURM_JOB_PARTITION"),
-        **_gpus(),
+        **hardware(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -259,16 +260,17 @@ def _container() -> dict[str, str]:
     return {name: value for name, value in known.items() if value}
 
 
-def _gpus() -> dict[str, Any]:
-    """Return names of the GPUs and the driver's version; empty where torch sees none.
+def hardware() -> dict[str, Any]:
+    """Return the `processor`, and names of the GPUs and the driver's version where torch sees any.
 
     torch is asked only where it is imported already. Not run on a GPU yet.
     """
     torch, driver = sys.modules.get("torch"), Path("/proc/driver/nvidia/version")
     if torch is None or not torch.cuda.is_available():
-        return {}
+        return {"processor": processor().model_dump()}
     version = DRIVER.search(driver.read_text()) if driver.exists() else None
     return {
+        "processor": processor().model_dump(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "driver": version and version[0],
     }

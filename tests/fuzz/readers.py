@@ -11,6 +11,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from base.digests import sealed
+from base.processor import processor
 from ckpt_tools.checkpoint import open_weights
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
@@ -62,7 +63,7 @@ from train.model.config import parameter_shapes
 from train.run.config import RunConfig, dump_run, load_run, with_settings
 from train.run.dcp_metadata import read_metadata
 from train.run.directory import MODEL_INDEX, RunDirectory, read_checkpoint_record
-from train.run.environment import attempts
+from train.run.environment import attempts, kinds_of, node_count
 from train.run.metrics import read_metrics
 from train.run.perturbation import Noise, Qat, Sam
 
@@ -177,7 +178,13 @@ _file(
     read_metrics,
     mutated_json_lines,
 )
-_file("environment.json", '{"attempts": [{"host": "a", "slurm_job": "1_0"}]}', attempts)
+ATTEMPT = {"host": "a", "slurm_job": "1_0", "began": 1.5}
+ATTEMPT |= {"nodes": [{"hosts": ["a"], "gpus": [], "processor": processor().model_dump()}]}
+_file(
+    "environment.json",
+    json.dumps({"attempts": [ATTEMPT, ATTEMPT]}),
+    lambda path: [(kinds_of(each), node_count(each)) for each in attempts(path)],
+)
 _file(
     "hardware.json",
     json.dumps({"cores": 2, "gpus": ["0"], "kind": "h100", "gpu_bytes": 1}),

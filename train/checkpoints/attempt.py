@@ -6,15 +6,17 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from base import stopping
+from base.environment import hardware
 from base.errors import UserError
 from base.files import freed, take_lock
 from train.distributed import from_rank_zero, gathered
 from train.run.directory import RunDirectory
-from train.run.environment import OWNER, amend_attempt, attempts, record_attempt
+from train.run.environment import OWNER, amend_attempt, attempts, nodes_of, record_attempt
 from train.run.launch import recorded_variables
 from train.run.status import Ending, Status, write_status
 
@@ -38,7 +40,7 @@ class Attempt:
     def __init__(self, directory: RunDirectory, fingerprint: str, layout: dict[str, int]) -> None:
         self._directory, self._fingerprint = directory, fingerprint
         self._seen: tuple[int, int] | None = None
-        hosts = sorted(set(gathered(socket.gethostname())))
+        nodes = nodes_of(gathered((socket.gethostname(), hardware())))
         self._rank_zero = dist.get_rank() == 0
         self._lock: IO[str] | None = None
         number = 0
@@ -47,7 +49,8 @@ class Attempt:
             if self._take_lock():
                 number = record_attempt(
                     directory.environment_json,
-                    hosts=hosts,
+                    began=psutil.Process().create_time(),
+                    nodes=nodes,
                     layout=layout,
                     variables=recorded_variables(),
                     deterministic=torch.are_deterministic_algorithms_enabled(),
