@@ -4,7 +4,6 @@ Speed is what the training measured with a clock that cannot jump, and what is l
 tokens per second.
 """
 
-import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,23 +12,17 @@ from statistics import median
 from typing import Any
 
 from base.aligned import aligned
-from base.errors import UserError
-from base.reading import parse_json
 from study.definition import Study
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
-from train.run.metrics import TRAINED
+from train.run.metrics import TRAINED, tail_rows
 from train.run.status import Ending, read_status
 
 METRICS_TAIL_BYTES = 2**16  # some hundred rows
 RANKS_TAIL_BYTES = 2**20  # a report of 4,000 ranks
 # Of the speed: their median does not move with one step that waited for the disk.
 SPEED_ROWS = 20
-FIGURES = (
-    *("tokens", "attempt", "loss", "tokens_per_second", "rank"),
-    *("product_seconds", "busy_seconds_p50"),
-)
 STRAGGLER = 1.3  # times the median of the ranks
 PROGRESS = ("step", "tokens", "loss", "tokens/s", "left", "saved")  # the columns of a table
 
@@ -143,38 +136,6 @@ def straggler_of(ranks_jsonl: Path) -> str | None:
 def _alone_seconds(row: dict[str, Any]) -> float:
     # The time of the fixed product on a GPU, else the busy time of the process.
     return float(row.get("product_seconds", row.get("busy_seconds_p50", 0)))
-
-
-def tail_rows(path: Path, size: int) -> list[dict[str, Any]]:
-    """Return the rows in the last `size` bytes of a JSONL file, without damaged lines.
-
-    What begins before those bytes, or is being written, is left out.
-    """
-    try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - size)
-            # One byte earlier: where that is a line end, the first row of the tail is kept whole.
-            file.seek(max(0, start - 1))
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return []
-    rows = []
-    # The last part is what comes after the last line end: a row that is being written.
-    for line in lines[1 if start else 0 : -1]:
-        try:
-            row = parse_json(line, path)
-        except UserError:
-            continue
-        if _is_row(row):
-            rows.append(row)
-    return rows
-
-
-def _is_row(row: Any) -> bool:
-    """Return whether a line holds a step, and numbers where it holds figures that are read."""
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return False
-    return all(type(row[key]) in (int, float) for key in FIGURES if key in row)
 
 
 def _newest_attempt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from slurm.submission.record import (
 )
 from slurm.submission.survey import ElementSurvey, survey
 from study.definition import Study, load_study
+from study.restarts import lost_to_restarts
 from study.step import Step
 from study.trainings import Training, training_of
 
@@ -98,6 +99,7 @@ class Overview:
     trainings: dict[str, Training]  # by the name of the run
     excluded: dict[str, str]  # node -> why no training goes there
     hours: Hours
+    lost: str | None  # to restarts of trainings, in words; None: nothing
     without_slurm: str | None  # why SLURM says nothing, of all or some; None: it knows of all
 
 
@@ -126,6 +128,7 @@ def look(study_dir: Path) -> Overview:
         trainings=trainings,
         excluded=excluded_nodes(study_dir),
         hours=hours_of(now, trainings, time.time()),
+        lost=lost_to_restarts(study_dir, study.trained),
         without_slurm=reason or now.unknown_in_words(),
     )
 

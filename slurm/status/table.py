@@ -37,7 +37,7 @@ def lines_of(overview: Overview) -> list[str]:
     ]
     if overview.without_slurm:
         lines.append(f"by marker files alone: {overview.without_slurm}")
-    lines += [_hours(overview.hours)]
+    lines += [_hours(overview.hours), *filter(None, [overview.lost])]
     lines += [f"excluded {node}: {reason}" for node, reason in overview.excluded.items()]
     if overview.trainings:
         lines += ["", *aligned([TRAINING, *training_rows(overview)])]

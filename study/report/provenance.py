@@ -15,6 +15,7 @@ from study.pipeline.runner import MODELS_PER_PROCESS
 from study.recipes.parts import PROFILES
 from study.recipes.resolve import resolve, whole_recipes
 from study.released import ReleasedRun
+from study.restarts import lost_to_restarts
 from study.results.averages import kept_averages
 from study.step import Step, batches, shared, shown
 from study.steps import FINAL, steps_of
@@ -67,6 +68,9 @@ def _training_rows(directory: Path, study: Study) -> dict[str, str]:
         rows["software"] = ", ".join(used)
         if "differs_from_tested" in last:
             rows["versions"] = differences_in_words(last)
+    lost = lost_to_restarts(directory, study.trained)
+    if lost:
+        rows["lost to restarts"] = lost.removeprefix("lost to restarts: ")
     return rows
 
 

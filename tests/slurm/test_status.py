@@ -318,6 +318,21 @@ def test_node_hours_are_those_of_the_starts(study_dir, study, answers, monkeypat
     )
 
 
+def test_what_restarts_have_cost_is_a_line(half_way, study_dir, study):
+    """By the first attempt's 29 updates of 2 s and the second's 21, from step 10 on."""
+    directory = RunDirectory(study_dir / "lr3e-2")
+    attempts = [{"host": "node1", "began": began} for began in (0.0, 1000.0)]
+    write_json(directory.environment_json, {"attempts": attempts})
+    directory.metrics.unlink()
+    for number, first, last, time_of_first in ((1, 1, 29, 100.0), (2, 10, 30, 1060.0)):
+        for step in range(first, last + 1):
+            moment = time_of_first + 2 * (step - first)
+            write_metrics(study_dir, "lr3e-2", range(step, step + 1), number, time=moment)
+    lost, used = 2 * 20 + 60, 156 + 100
+    line = f"lost to restarts: {lost / 3600:.2g} node-hours of {used / 3600:.2g} (1 failure)"
+    assert line in told_of(study_dir).splitlines()
+
+
 def test_the_error_of_a_log(tmp_path):
     log = tmp_path / "log"
     assert last_error(log) is None

@@ -5,10 +5,11 @@ import random
 
 import pytest
 
-from study.trainings import progress_lines, straggler_of, tail_rows, training_of
+from study.trainings import progress_lines, straggler_of, training_of
 from tests.present import present
 from tests.slurm.studies import watched_study, write_metrics, write_ranks
 from train.run.directory import RunDirectory
+from train.run.metrics import tail_rows
 
 
 @pytest.fixture

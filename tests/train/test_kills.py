@@ -28,6 +28,8 @@ from train.checkpoints.saving import UNFINISHED
 from train.model.config import ModelConfig
 from train.run.directory import RunDirectory, read_checkpoint_record
 from train.run.environment import attempts
+from train.run.history import history, surviving
+from train.run.metrics import read_metrics
 from train.run.optimization import Lawa
 from train.run.saving import SavingConfig
 
@@ -144,6 +146,8 @@ def survive(
         succeed(ended(train(directory, {})))
     recorded = [entry["resumed_from_step"] for entry in attempts(ended_often.environment_json)]
     assert recorded[: len(resumed_from)] == resumed_from
+    works = history(ended_often)
+    assert sum(surviving(works)) == read_metrics(ended_often.metrics)[-1]["step"]
     assert not ended_often.quarantine.exists()
     assert ended_often.complete_steps() == whole.complete_steps()
     assert_same(ended_often, whole, *ended_often.complete_steps())

@@ -2,15 +2,24 @@
 
 import gzip
 import json
+import os
+import socket
+import time
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from base import gpus
-from tests.runs import error_line, make_run, python, ranks, succeed
+from base.processor import kind_of
+from tests.runs import error_line, make_run, on_ranks, python, ranks, succeed
 from tests.train.trajectories import numbers
+from train.checkpoints.attempt import Attempt
+from train.distributed import start
 from train.run import launch
 from train.run.directory import RunDirectory
-from train.run.environment import attempts
+from train.run.environment import attempts, kinds_of, node_count
+from train.run.history import history
 from train.run.launch import Launch, set_variables
 from train.run.parallel import ParallelConfig
 
@@ -18,6 +27,7 @@ from train.run.parallel import ParallelConfig
 def test_a_profiled_run_has_the_same_losses(trained, tmp_path, inputs):
     directory = RunDirectory(tmp_path / "dp2")
     make_run(directory.path, **inputs)
+    began_at = time.time()
     succeed(ranks(2, "train", "run", str(directory.path), "--profile", "3:5"))
     assert numbers(directory.path) == numbers(trained("dp2"))
 
@@ -34,6 +44,29 @@ def test_a_profiled_run_has_the_same_losses(trained, tmp_path, inputs):
     assert not attempt["deterministic"]
     assert attempt["kernels"] == {"attention": "flash", "weight_gradients": "torch, in fp32"}
     assert attempt["variables"]["TORCH_FR_DUMP_TEMP_FILE"] == str(directory.flight_recorder)
+    (node,) = attempt["nodes"]
+    assert (node["hosts"], node_count(attempt)) == ([socket.gethostname()], 1)
+    assert kinds_of(attempt) == [kind_of(attempt)]
+    (work,) = history(directory)
+    assert (work.first_step, work.last_step) == (1, 20)
+    assert work.began is not None
+    assert began_at - 1 < work.began < work.first_time < work.last_time < time.time()  # of a jiffy
+
+
+def begin_an_attempt(run_dir: str) -> None:
+    """The second rank is kept from some instructions, as on a node of another kind."""
+    start()
+    if dist.get_rank() == 1:
+        os.environ["MKL_CBWR"] = "AVX2"
+    Attempt(RunDirectory(Path(run_dir)), "0" * 16, {})
+
+
+def test_the_processors_of_all_ranks_are_recorded(tmp_path):
+    on_ranks(2, begin_an_attempt, tmp_path / "run")
+    (attempt,) = attempts(RunDirectory(tmp_path / "run").environment_json)
+    first, second = kinds_of(attempt)
+    assert second == f"{first[:-1]}, MKL_CBWR=AVX2)"
+    assert node_count(attempt) == 1
 
 
 def test_a_deterministic_run_says_so_and_has_the_losses_but_for_their_last_bits(

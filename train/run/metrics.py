@@ -9,12 +9,17 @@ from typing import Any
 
 from base.errors import UserError
 from base.files import naming
+from base.reading import parse_json
 
 TRAINED = "learning_rate"  # every row of an update has it, of a skipped one as well
 HELD_OUT_LOSS = "held_out_loss"  # then .NAME of a further file, and /AVERAGE
 QUANTIZATION = "quantization"  # begins the figures of a probe: /SPEC/..., see `train.rounding`
 ROW_KEYS = {"step", "tokens", "attempt", "time"}  # of every row; all other keys are figures
 LARGEST_COUNT = (1 << 63) - 1  # that MLflow's store holds
+FIGURES = (  # that are read of single rows, of ranks.jsonl as well
+    *("time", "tokens", "attempt", "loss", "tokens_per_second", "save_stall_seconds"),
+    *("rank", "product_seconds", "busy_seconds_p50"),
+)
 
 
 class MetricsWriter:
@@ -111,3 +116,36 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for row in sorted(surviving_rows(path), key=lambda row: (row["step"], row["attempt"])):
         merged.setdefault(row["step"], {}).update(row)
     return list(merged.values())
+
+
+def tail_rows(path: Path, size: int, end: int | None = None) -> list[dict[str, Any]]:
+    """Return the rows in the last `size` bytes of a JSONL file, without damaged lines.
+
+    What begins before those bytes, or is being written, is left out. With `end`, the bytes are the
+    last ones before that byte, at which a line begins.
+    """
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END) if end is None else end
+            start = max(0, end - size)
+            # One byte earlier: where that is a line end, the first row of the tail is kept whole.
+            before = max(0, start - 1)
+            file.seek(before)
+            lines = file.read(end - before).split(b"\n")
+    except FileNotFoundError:
+        return []
+    # The last part is what comes after the last line end: a row that is being written.
+    rows = (as_row(line, path) for line in lines[1 if start else 0 : -1])
+    return [row for row in rows if row is not None]
+
+
+def as_row(line: bytes, path: Path) -> dict[str, Any] | None:
+    """Return a line that holds a step, and numbers where it holds figures; None for any other."""
+    try:
+        row = parse_json(line, path)
+    except UserError:
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    is_row = all(type(row[key]) in (int, float) for key in FIGURES if key in row)
+    return row if is_row else None
