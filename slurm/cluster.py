@@ -330,9 +330,25 @@ def max_array_size() -> int:
     return int(match[1])
 
 
-def partition(name: str) -> str:
-    """Return what SLURM says of a partition; UserError for one that it does not know."""
-    return _answer("scontrol", "show", "partition", name)
+def partitions(names: str | None) -> dict[str, str]:
+    """Return SLURM's lines on partitions such as "a,b" by name; of None on the default one.
+
+    UserError for one that it does not know.
+    """
+    show = ("scontrol", "--oneliner", "show", "partition")
+    if names:
+        return {name: _answer(*show, name) for name in names.split(",")}
+    lines = [line for line in _answer(*show).splitlines() if " Default=YES " in line]
+    return {line.partition(" ")[0].removeprefix("PartitionName="): line for line in lines}
+
+
+def nodes_in(names: str | None) -> list[dict[str, str]]:
+    """Return what SLURM knows of every node of partitions that has ever been up, by its keys."""
+    wanted = partitions(names).keys()
+    lines = _answer("scontrol", "--oneliner", "show", "node").splitlines()
+    nodes = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
+    # Only a node that was up has told its architecture.
+    return [node for node in nodes if "Arch" in node and wanted & {*node["Partitions"].split(",")}]
 
 
 def _batches(words: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -24,6 +24,7 @@ from base.errors import UserError
 from base.files import take_lock, write_json
 from base.gpus import check_fp32
 from base.grouping import grouped
+from base.processor import kind_of
 from base.reading import read_json, read_model
 from base.sharing import make_root
 from slurm import cluster
@@ -47,6 +48,9 @@ what a site has to allow:
   - connections between the nodes of a job, at any port
   - for preempted jobs: PreemptMode=REQUEUE; after CANCEL they come back by 'status --watch' alone
   - interpreter, project and image readable on every node; no network is needed there"""
+PROCESSOR = "processor of"  # begins the name of the check that names a node's
+ONE_KIND = "other CPUs and GPUs round otherwise: let `constraint` in the site file choose one kind"
+KINDS_SHOWN = 4
 SRUN_SECONDS = 240
 # What srun adds to the error of a task: that it, and therefore the step, has ended.
 ENDS = re.compile(r"srun: .*(Exited with|Terminat|Killed|aborted)|slurmstepd.*\*\*\*|Try ")
@@ -59,12 +63,13 @@ class Check(NamedTuple):
     name: str
     problem: str | None  # and what to do; None: passed
     detail: str = ""
+    warns: bool = False  # the detail is to be known before a study, and stops none
 
     def __str__(self) -> str:
-        """Return the line that is printed: ok or FAIL, the name, the problem or the detail."""
+        """Return the line that is printed: ok, warn or FAIL, the name, the problem or detail."""
         if self.problem:
             return f"FAIL {self.name}: {self.problem}"
-        return f"ok   {self.name}{self.detail and f': {self.detail}'}"
+        return f"{'warn' if self.warns else 'ok  '} {self.name}{self.detail and f': {self.detail}'}"
 
 
 def visit(site: Site, wait_seconds: int) -> Iterator[Check]:
@@ -98,11 +103,43 @@ def checks_here(site: Site) -> Iterator[Check]:
     if missing:
         return
     yield Check("array size", None, f"MaxArraySize {cluster.max_array_size()}")
-    partition = site.resources_of("train").partition
-    cancels = partition and "PreemptMode=CANCEL" in cluster.partition(partition)
-    yield Check(
-        "preemption", None, "CANCEL: preempted jobs need 'status --watch'" if cancels else ""
-    )
+    lines = cluster.partitions(site.resources_of("train").partition).values()
+    cancels = any("PreemptMode=CANCEL" in line for line in lines)
+    warning = "CANCEL: preempted jobs need 'status --watch'" if cancels else ""
+    yield Check("preemption", None, warning, cancels)
+    yield from _kinds_of_nodes(site)
+
+
+def _kinds_of_nodes(site: Site) -> Iterator[Check]:
+    """Yield a warning for each partition of the site with nodes that differ, by what SLURM knows.
+
+    Of a constraint only names joined by & are followed: else all nodes of the partition count.
+    """
+    resources = map(site.resources_of, KINDS)
+    for partition, constraint in dict.fromkeys(
+        (own.partition, own.constraint) for own in resources
+    ):
+        nodes = cluster.nodes_in(partition)
+        features = set(constraint.split("&")) if constraint else set()
+        fitting = [node for node in nodes if features <= _features(node)]
+        kinds = grouped(fitting or nodes, _kind_of_node)
+        if len(kinds) > 1:
+            each = [f"{len(same)} of {kind}" for kind, same in kinds.items()]
+            more = f"; and {len(each) - KINDS_SHOWN} more kinds" if len(each) > KINDS_SHOWN else ""
+            words = "; ".join(each[:KINDS_SHOWN]) + more
+            name = f"nodes of {partition or 'the default partition'}"
+            yield Check(name, None, f"{words}; {ONE_KIND}", warns=True)
+
+
+def _features(node: dict[str, str]) -> set[str]:
+    return set(node.get("AvailableFeatures", "").split(",")) - {"", "(null)"}
+
+
+def _kind_of_node(node: dict[str, str]) -> str:
+    """Return in words the kind of a node: CPUs, types of GPUs and features."""
+    cores = f"{node['Sockets']} x {node['CoresPerSocket']} cores"
+    gpus = re.findall(r"gpu:[A-Za-z][\w.-]*", node.get("Gres", ""))
+    return " ".join((node["Arch"], cores, *gpus, *sorted(_features(node))))
 
 
 def srun_options_in_words(site: Site) -> str:
@@ -135,9 +172,12 @@ def _job(site: Site, directory: Path, wait_seconds: int) -> Iterator[Check]:
     if state:
         yield Check("a job on nodes", state)
         return
-    for path in sorted(directory.glob("checks-*.json")):
-        for values in read_json(path):
-            yield Check(*values)
+    paths = sorted(directory.glob("checks-*.json"))
+    checks = [Check(*values) for path in paths for values in read_json(path)]
+    yield from checks
+    kinds = {check.detail for check in checks if check.name.startswith(PROCESSOR)}
+    if len(kinds) > 1:
+        yield Check("kinds of processors", None, f"these nodes differ; {ONE_KIND}", warns=True)
     if not (directory / FIRST_JSON).exists():
         tail = log.read_text(errors="replace").splitlines()[-3:] if log.exists() else ["no log"]
         yield Check("a job on nodes", f"it ended early: {' | '.join(tail)}")
@@ -239,6 +279,7 @@ def node(directory: Path) -> Iterator[Check]:
 def _software(name: str) -> Iterator[Check]:
     """Yield which software this node has, a fact, and whether fp32 is fp32, a check."""
     here = environment()
+    yield Check(f"{PROCESSOR} {name}", None, kind_of(here) or "")
     yield Check(f"software on {name}", None, in_words(here))
     yield Check(f"versions on {name}", None, differences_in_words(here))
     try:

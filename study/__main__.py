@@ -240,16 +240,19 @@ def report(
         from study.report.tables import effect_tables, effects_text
         from study.results.collect import left_out_lines
         from study.results.effects import effects_of
+        from study.results.kinds import kinds_of_study, mixed_in_words
         from study.results.paired import Paired
         from study.results.table import read_table
 
-        paired = Paired(directory)
+        paired, kinds = Paired(directory), kinds_of_study(directory, study)
         for experiment, part, rows in parts_of(study, read_table(directory, study)):
             if experiment:
                 typer.echo(f"== {experiment.title} ==\n")
             effects = effects_of(part, rows, paired)
             typer.echo("\n".join(effects_text(effect_tables(part, effects))))
-            typer.echo(claims_text(part, judge_all(part, rows, paired, experiment)))
+            mixed = mixed_in_words(kinds, [run.name for run in part.runs])
+            judged = judge_all(part, rows, paired, experiment)
+            typer.echo(claims_text(part, judged, " ".join(mixed)))
         for line in left_out_lines(directory, study):
             typer.echo(line)
         return

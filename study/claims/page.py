@@ -119,8 +119,11 @@ def _against(verdicts: list[Verdict]) -> str:
     return f"{opposed[0].measure}: {opposed[0].effect}" if opposed else ""
 
 
-def claims_text(study_: Study, judged: Judgements) -> str:
-    """Return the table of the tested claims as plain text, and what speaks against them."""
+def claims_text(study_: Study, judged: Judgements, against_all: str = "") -> str:
+    """Return the table of the tested claims as plain text, and what speaks against them.
+
+    `against_all` speaks against every one.
+    """
     lines, papers = claims_table(judged), enumeration([each.paper for each in contents()])
     tested = [line for line in lines if line.outcome != "not tested"]
     untested = [line.claim.name for line in lines if line.outcome == "not tested"]
@@ -133,6 +136,8 @@ def claims_text(study_: Study, judged: Judgements) -> str:
         for line in tested
         if line.against
     ]
+    if against_all:
+        against += textwrap.wrap(f"all: {against_all}", WIDTH, subsequent_indent="  ")
     return "\n".join(
         [
             f"Claims of {papers}, by the data of {study_.name}",

@@ -69,6 +69,7 @@ class Section(NamedTuple):
         figures: in order.
         empty: names of those of which nothing is measured.
         claims: a line each.
+        against: what speaks against all of them; empty for nothing.
         choice: sentences after the claims.
         effects: a table per factor.
         tables: the others.
@@ -82,6 +83,7 @@ class Section(NamedTuple):
     figures: list[DrawnFigure]
     empty: list[str]
     claims: list[Line]
+    against: str
     choice: str
     effects: list[Table]
     tables: list[Table]

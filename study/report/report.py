@@ -28,6 +28,7 @@ from study.report.tables import (
 )
 from study.results.collect import diverged_runs
 from study.results.effects import effects_of
+from study.results.kinds import AGAINST, StudyKinds, kinds_of_study, mixed_in_words
 from study.results.paired import Paired
 from study.results.summary import enumeration, summarize
 from study.results.table import Row, read_table
@@ -42,12 +43,14 @@ ONE_DRAW = (
 def write_report(directory: Path, study: Study) -> Path:
     """Draw the figures and write report.html, with a section for each experiment of the study."""
     rows, paired = read_table(directory, study), Paired(directory)
+    kinds = kinds_of_study(directory, study)
+    mixed = mixed_in_words(kinds, [run.name for run in study.runs])
     write_page(
         directory / REPORT,
-        [_section(part, paired) for part in parts_of(study, rows)],
+        [_section(part, paired, kinds) for part in parts_of(study, rows)],
         study=study,
         newest=_newest(directory),
-        facts=" ".join([_facts(study, rows), *_diverged(directory, study)]),
+        facts=" ".join([_facts(study, rows), *_diverged(directory, study), *mixed]),
         claims_head=HEAD,
         note=NOTE,
         settings=settings_of(directory, study),
@@ -57,7 +60,7 @@ def write_report(directory: Path, study: Study) -> Path:
     return directory / REPORT
 
 
-def _section(part: ShownPart, paired: Paired) -> Section:
+def _section(part: ShownPart, paired: Paired, kinds: StudyKinds) -> Section:
     """Return what is shown of a part of a study; write its figures and tables."""
     experiment, study, rows = part
     directory, name = paired.directory, experiment.name if experiment else ""
@@ -67,14 +70,16 @@ def _section(part: ShownPart, paired: Paired) -> Section:
     tables = _tables(study, rows, paired)
     tables += [table for make in loaded("tables") for table in make(evidence)]
     write_tables(directory, [*effects, *tables], name)
+    mixed = mixed_in_words(kinds, [run.name for run in study.runs])
     return Section(
         name,
         experiment.title if experiment else "",
-        _facts(study, rows),
+        " ".join([_facts(study, rows), *mixed]),
         canvas.runs,
         figures,
         empty,
         claims_table(judge_all(study, rows, paired, experiment)),
+        AGAINST if mixed else "",
         " ".join(filter(None, (make(evidence) for make in loaded("sentences")))),
         effects,
         tables,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 from importlib import metadata
 
@@ -10,8 +11,9 @@ import pytest
 from base import environment
 from base.errors import UserError
 from base.files import write_json
+from base.processor import CPUINFO, cpu_model
 from slurm import cluster, doctor
-from slurm.doctor import Check, checks_here, visit
+from slurm.doctor import ONE_KIND, Check, checks_here, visit
 from tests.slurm.studies import changed, site_of
 
 
@@ -25,16 +27,54 @@ def failures(site, wait: int = 300) -> dict[str, str]:
     return {check.name: check.problem for check in visit(site, wait) if check.problem}
 
 
-def test_a_cluster_that_is_fit(lab, root):
-    checks = list(visit(site_of(root), 300))
+def test_a_cluster_that_is_fit_and_has_two_kinds_of_cpus(lab, root):
+    other = root.parent / "cpuinfo"
+    other.write_text(re.sub("(model name.*: ).*", r"\1Another CPU", CPUINFO.read_text()))
+    lab.inside(2, "mount", "--bind", str(other), str(CPUINFO))
+    try:
+        checks = list(visit(site_of(root), 300))
+    finally:
+        lab.inside(2, "umount", str(CPUINFO))
     assert [str(check) for check in checks if check.problem] == []
+    assert [str(check) for check in checks if check.warns] == [
+        f"warn kinds of processors: these nodes differ; {ONE_KIND}"
+    ]
     by_name = {check.name: check.detail for check in checks}
     assert by_name["root on every node"] == "node1, node2"
     assert "GB/s a rank over 2 ranks by gloo" in by_name["all-reduce between all ranks"]
     assert {"locks on node1", "locks on node2", "imports on node2"} <= by_name.keys()
     assert "fp32 on node2" in by_name
     assert by_name["software on node2"].startswith("torch ")
+    assert by_name["processor of node2"].startswith("Another CPU (")
+    assert by_name["processor of node1"].startswith(cpu_model())
     assert list(root.iterdir()) == [], "nothing is left"
+
+
+NO_FEATURES = ("AvailableFeatures=", "ActiveFeatures=")
+
+
+def test_nodes_of_a_partition_that_differ_by_what_slurm_knows(lab, root):
+    def warnings(**options: str) -> list[str]:
+        checks = checks_here(changed(site_of(root), slurm=options))
+        return [str(check) for check in checks if check.warns]
+
+    assert warnings() == []
+    cancels = "warn preemption: CANCEL: preempted jobs need 'status --watch'"
+    assert warnings(partition="spot,urgent") == [cancels]
+    lab.command("scontrol", "update", "NodeName=node[1-3]", "AvailableFeatures=ib,rome")
+    lab.command("scontrol", "update", "NodeName=node4", "AvailableFeatures=ib,genoa")
+    try:
+        mixed = (
+            "3 of x86_64 16 x 1 cores gpu:h200 ib rome; 1 of x86_64 16 x 1 cores gpu:h200 genoa ib;"
+            f" {ONE_KIND}"
+        )
+        assert warnings() == [f"warn nodes of the default partition: {mixed}"]
+        assert warnings(partition="train") == [f"warn nodes of train: {mixed}"]
+        assert warnings(constraint="ib&rome") == []
+        assert len(warnings(constraint="rome|genoa")) == 1
+        assert len(warnings(constraint="ib")) == 1
+    finally:
+        lab.command("scontrol", "update", "NodeName=node[1-4]", *NO_FEATURES)
 
 
 def test_a_node_that_does_not_see_the_root(lab, root):

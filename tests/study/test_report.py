@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import re
 from html.parser import HTMLParser
 
@@ -20,7 +21,8 @@ from study.results.paired import Paired
 from study.results.summary import summarize
 from study.results.table import Row, schema_of
 from tests.study.conftest import HOSTILE
-from tests.study.synthetic import table_of, write_study
+from tests.study.synthetic import ATTEMPT, table_of, write_study
+from train.run.directory import RunDirectory
 from train.run.optimization import Anneal
 
 
@@ -310,8 +312,12 @@ def test_text_is_escaped(report):
 @pytest.mark.usefixtures("without_pictures")
 def test_a_partial_table_gives_a_partial_report(collected_dir, study):
     """Figures without data are left out, their files too, and named; the others hold what there
-    is.
+    is. Trained on two kinds of GPUs, it says so on top.
     """
+    for number, run in enumerate(study.trained):
+        environment = RunDirectory(collected_dir / run.name).environment_json
+        nodes = [{"hosts": ["node1"], "gpus": [f"NVIDIA H{200 if number else 100}"]}]
+        environment.write_text(json.dumps({"attempts": [ATTEMPT | {"nodes": nodes}]}))
     for pattern in ("lr3e-2/hf/*/quant", "*/hf/*/curvature", "*/hf/*/blocks"):
         for path in collected_dir.glob(f"{pattern}/*/result.json"):
             path.unlink()
@@ -320,6 +326,8 @@ def test_a_partial_table_gives_a_partial_report(collected_dir, study):
         (collected_dir / f"figures/slices.{kind}").write_text("of yesterday")
     table_of(collected_dir, study)
     text = write_report(collected_dir, study).read_text()
+    mixed = "Trained on processors of different kinds: lr1e-3 on NVIDIA H100; lr3e-3"
+    assert mixed in text.partition("<nav>")[0]
     assert "not measured" in text
     missing = "curvature, error against curvature, blocks, formula, prediction, slices."
     assert f"nothing of it is measured yet: {missing}" in text
