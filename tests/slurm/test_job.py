@@ -195,7 +195,7 @@ def test_the_second_of_two_that_are_given_up_at_once_submits_the_table(cluster, 
     ends = submission.job_arrays["ends"].elements
     last = {*ends[0], *ends[END], *submission.job_arrays[FINAL].elements[0]}
     make(cluster, study, [step.name for step in steps_of(study) if step.name not in last])
-    monkeypatch.setenv("TO_FAIL", "methods-lr3e-3-int8-t6 methods-lr3e-2-int8-t6")
+    monkeypatch.setenv("TO_FAIL", "blocks-lr3e-3 blocks-lr3e-2")
     record_call(cluster, "ends", 70, [0, END])
     known = dict.fromkeys(("70_0", f"70_{END}"), in_state("RUNNING"))
     monkeypatch.setattr(slurm.cluster, "states", lambda ids: known)
