@@ -76,10 +76,12 @@ def submit_ready(
     try:
         return _Submitter(now).run(replace=verify)
     except cluster.SubmitLimitError:
-        if ending or not submission.left:
+        # The last that left may wait to submit what is submitted here in its place. Not before it
+        # waits: SLURM 22.05 counts one for ever that is cancelled while its requeue is under way.
+        last = submission.left[-1:]
+        if ending or not any(state.waits for state in cluster.states(last).values()):
             raise
-    # The last that left may wait in the queue, to submit what is submitted here in its place.
-    cluster.cancel([submission.left[-1]])
+    cluster.cancel(last)
     return _Submitter(now).run(replace=verify)
 
 
