@@ -193,7 +193,9 @@ def test_the_second_of_two_that_are_given_up_at_once_submits_the_table(cluster, 
     site = changed(submission.site, limits={"starts_without_progress": 1})
     write_plan(cluster, site, submission.arrays, anew=False)
     ends = submission.job_arrays["ends"].elements
-    last = {*ends[0], *ends[END], *submission.job_arrays[FINAL].elements[0]}
+    # What does not need the blocks is complete: a start that makes nothing is no progress.
+    last = {name for name in (*ends[0], *ends[END]) if not name.startswith("methods")}
+    last |= {*submission.job_arrays[FINAL].elements[0]}
     make(cluster, study, [step.name for step in steps_of(study) if step.name not in last])
     monkeypatch.setenv("TO_FAIL", "blocks-lr3e-3 blocks-lr3e-2")
     record_call(cluster, "ends", 70, [0, END])
