@@ -101,7 +101,8 @@ def replaced_file(path: Path, *, private: bool = False) -> Iterator[Path]:
         mode = 0o660 if is_shared(path.parent) else 0o600
     # A name of its own: two processes may write the same file at once.
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, mode))
+    with naming(path):
+        os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, mode))
     try:
         with naming(path):
             yield unfinished
@@ -172,7 +173,7 @@ def locked(
 ) -> Iterator[None]:
     """Hold the lock of a file; UserError says what its `holder` does, after the patience."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as lock:
+    with naming(path), path.open("a") as lock:
         if not take_lock(lock, patience_seconds):
             raise UserError(f"{holder}; {freed(path)}")
         yield

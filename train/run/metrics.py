@@ -28,7 +28,8 @@ class MetricsWriter:
     def __init__(self, path: Path, attempt: int) -> None:
         self._path, self._attempt = path, attempt
         if path.exists():  # a killed attempt may have left half a line
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            with naming(path):
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a")
 
     def append(self, step: int, tokens: int, **values: float) -> None:
@@ -48,7 +49,8 @@ class MetricsWriter:
     def close(self) -> None:
         """Sync and close the file."""
         self.sync()
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
 
 
 def surviving_rows(path: Path) -> list[dict[str, Any]]:
