@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs a command on a machine whose kernel has NFS, server and client, for the tests of it: where this kernel has neither.
 # The machine is Debian's user-mode-linux: a kernel that runs as a process, needs no /dev/kvm and no image. It reads this
-# machine's files, and writes to memory alone; only $OUT is kept. One core, and system calls take 40 times as long.
+# machine's files, and writes to memory alone; only $OUT is kept. The lab of SLURM starts in it, too. It has one core,
+# and system calls and page faults take many times as long: torch imports in a minute.
 #
 #   tests/nfs_machine.sh .venv/bin/python -m pytest -m stress tests/test_nfs.py
 #   OUT=/var/tmp/nfs tests/nfs_machine.sh bash -c 'uname -a >$OUT/kernel.txt'

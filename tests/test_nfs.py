@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests import nfs
-from tests.lacking import skip
 from tests.nfs import LEASE_SECONDS, PROJECT, Client, Server, serving
 from tests.nfs_study import NAME, digest
 from tests.waiting import HANG_SECONDS, wait_until
@@ -39,7 +38,7 @@ with locked(Path(sys.argv[1])):
 def kernel_nfs() -> None:
     """Skips where no NFS server and client can run."""
     if reason := nfs.missing():
-        skip(f"no NFS here: {reason}")
+        pytest.skip(f"no NFS here: {reason}")  # a kernel cannot be installed as a package can
 
 
 @pytest.fixture(scope="module")
