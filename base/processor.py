@@ -39,7 +39,8 @@ class Processor(Frozen):
 
     def __str__(self) -> str:
         """Return the kind in words: what is of one kind rounds alike."""
-        threads = self.threads and f"{self.threads} thread{'s' if self.threads != 1 else ''}"
+        plural = "" if self.threads == 1 else "s"
+        threads = f"{self.threads} thread{plural}" if self.threads else ""
         parts = (
             *(self.architecture, self.instructions, self.kernels and f"kernels {self.kernels}"),
             *(threads, *(f"{name}={value}" for name, value in self.limits.items())),

@@ -178,7 +178,7 @@ _file(
     read_metrics,
     mutated_json_lines,
 )
-ATTEMPT = {"host": "a", "slurm_job": "1_0", "began": 1.5}
+ATTEMPT: dict[str, object] = {"host": "a", "slurm_job": "1_0", "began": 1.5}
 ATTEMPT |= {"nodes": [{"hosts": ["a"], "gpus": [], "processor": processor().model_dump()}]}
 _file(
     "environment.json",

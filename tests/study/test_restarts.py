@@ -173,7 +173,8 @@ def slowly(rows: list[dict], attempts: list[dict]) -> tuple[float, float, int]:
 
 def random_history(rng: random.Random) -> tuple[list[dict], list[dict]]:
     """Attempts and rows of a run that crashes, is stopped after a save, fails to start, and ends."""
-    attempts, rows, now, step = [], [], 1e9, 0
+    attempts, rows = list[dict](), list[dict]()
+    now, step = 1e9, 0
     for number in range(1, rng.randint(2, 7) + 1):  # and one more
         now += rng.uniform(10, 5000)
         attempts.append(attempt_on(rng.choice([1, 2, 4]), now))

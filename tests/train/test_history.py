@@ -17,7 +17,7 @@ def test_a_run_that_was_never_started_has_none(tmp_path):
 @pytest.mark.parametrize("seed", range(4))
 def test_first_and_last_updates_are_those_of_the_whole_file(tmp_path, seed):
     """With rows of saves and evaluations, long ones, an orphan's, damaged lines and a torn end."""
-    rng, directory, rows = random.Random(seed), RunDirectory(tmp_path), []
+    rng, directory, rows = random.Random(seed), RunDirectory(tmp_path), list[dict]()
     attempts = rng.randint(1, 6)
     for attempt in range(1, attempts + 1):
         if rng.random() < 0.3:

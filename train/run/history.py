@@ -113,7 +113,8 @@ def _ends(file: IO[bytes], path: Path, attempt: int, span: list[int]) -> list[di
     first = next((row for row in inside if is_update(row)), None)
     if first is None:
         return []
-    size, last = LAST_ROWS_BYTES, None
+    size = LAST_ROWS_BYTES
+    last: dict[str, Any] | None = None
     while last is None:  # rows of single updates may be long
         last = next(filter(is_update, reversed(tail_rows(path, size, end))), None)
         size *= 4
