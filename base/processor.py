@@ -27,7 +27,7 @@ INSTRUCTIONS = (
 
 
 class Processor(Frozen):
-    """What decides how a process rounds on its CPU."""
+    """The parts of a machine that decide how a process rounds on its CPU."""
 
     architecture: str = Field(description="x86_64 or aarch64")
     cpu: str = Field(description="name of the model")
@@ -40,11 +40,10 @@ class Processor(Frozen):
     def __str__(self) -> str:
         """Return the kind in words: what is of one kind rounds alike."""
         plural = "" if self.threads == 1 else "s"
-        threads = f"{self.threads} thread{plural}" if self.threads else ""
-        parts = (
-            *(self.architecture, self.instructions, self.kernels and f"kernels {self.kernels}"),
-            *(threads, *(f"{name}={value}" for name, value in self.limits.items())),
-        )
+        parts = [self.architecture, self.instructions]
+        parts += [f"kernels {self.kernels}"] if self.kernels else []
+        parts += [f"{self.threads} thread{plural}"] if self.threads else []
+        parts += [f"{name}={value}" for name, value in self.limits.items()]
         return f"{self.cpu} ({', '.join(filter(None, parts))})"
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from base.statistics import INTERVAL_LEVEL
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
-from train.run.history import Work, history, surviving
+from train.run.history import AttemptWork, history, surviving
 from train.run.metrics import TRAINED, tail_rows
 
 HOUR = 3600.0
@@ -52,7 +52,7 @@ class Interval(NamedTuple):
     updates: tuple[int, int, int]
 
 
-def losses_of(works: list[Work]) -> Losses:
+def losses_of(works: list[AttemptWork]) -> Losses:
     """Return the losses of a run by the work of its attempts."""
     trained = [work for work in works if work.updates]
     used = lost = exposed = 0.0
@@ -71,7 +71,7 @@ def losses_of(works: list[Work]) -> Losses:
     return Losses(used, lost, exposed, failures)
 
 
-def _starts(works: list[Work]) -> list[float]:
+def _starts(works: list[AttemptWork]) -> list[float]:
     """Return the seconds of each attempt before its first update.
 
     When a start without an update ended is not recorded: it counts as long as the others usually

@@ -39,10 +39,10 @@ class StudyKinds(NamedTuple):
 def kinds_of_study(directory: Path, study: Study) -> StudyKinds:
     """Read the kinds from environment.json of every run and from every result."""
     trained: dict[str, list[str]] = {}
-    for run in study.trained:
-        works = history(RunDirectory(directory / run.name))
+    for training in study.trained:
+        works = history(RunDirectory(directory / training.name))
         kept = [work for work, count in zip(works, surviving(works), strict=True) if count]
-        trained[run.name] = list(dict.fromkeys(kind for work in kept for kind in work.kinds))
+        trained[training.name] = list(dict.fromkeys(kind for work in kept for kind in work.kinds))
 
     measured: dict[str, dict[str, Counter[str]]] = {}
     for run in study.runs:

@@ -11,6 +11,7 @@ from base import processor
 from base.environment import environment
 from base.processor import cpu_model, kind_of
 from tests.lacking import skip
+from tests.present import present
 
 NEOVERSE = """\
 processor\t: 0
@@ -43,7 +44,7 @@ def test_it_is_what_lscpu_says(monkeypatch):
 
 
 def test_another_limit_of_instructions_is_another_kind(monkeypatch):
-    plain = kind_of({"processor": processor.processor().model_dump()})
+    plain = present(kind_of({"processor": processor.processor().model_dump()}))
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     assert (
         kind_of({"processor": processor.processor().model_dump()})

@@ -18,7 +18,7 @@ UMASKS = [0o000, 0o002, 0o022, 0o027, 0o077]
 
 @pytest.fixture(autouse=True)
 def umask():
-    """What these tests change is undone."""
+    """Undo what these tests change."""
     before = os.umask(0o022)
     yield
     os.umask(before)

@@ -156,7 +156,7 @@ def write_counted(directory: Path, value: int) -> None:
 
 
 def read_counted(directory: Path) -> int:
-    """What is written in place may be torn: only that its lock is free is asked."""
+    """Read a file that may be torn, as it is written in place: its lock has to be free."""
     with locked(directory / ".lock"):
         text = (directory / "count").read_text()
     return NEW if text == str(NEW) else OLD

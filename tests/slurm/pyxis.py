@@ -61,7 +61,7 @@ IMAGE_ENVIRONMENT = {
 
 
 class RefusedError(Exception):
-    """What srun, pyxis or enroot would say, and end with an error."""
+    """An error that srun, pyxis or enroot would end with."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def inside(image, tmp_path, monkeypatch):
 
 
 def words(process: subprocess.Popen) -> list[str]:
-    """What a process prints, by lines, once it has ended well."""
+    """Return the lines that a process printed, once it has ended well."""
     output = process.communicate(timeout=HANG_SECONDS)[0]
     assert process.returncode == 0, output
     return output.splitlines()

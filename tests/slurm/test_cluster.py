@@ -218,7 +218,7 @@ def test_what_slurm_refuses_is_said_in_one_line(lab, tmp_path):
 def test_what_the_cluster_is(lab):
     assert cluster.max_array_size() == 6001
     with pytest.raises(UserError, match=r"^scontrol: Partition gpu not found; correct the site"):
-        cluster.partition("gpu")
+        cluster.partitions("gpu")
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ SQUEUE = (
     ("text", "parse"), [(SQUEUE, parse_squeue), (RECORDED, parse_sacct)], ids=["squeue", "sacct"]
 )
 def test_an_answer_that_is_cut_anywhere_is_torn_or_lacks_elements(text, parse):
-    """What is left of a field that is not read, or of the last one, may be a note."""
+    """The rest of a field that is not read, or of the last one, may be a note."""
     lines, known = text.splitlines(), parse(text)
     assert parse(text[:-1]) == known, "the last line is whole without its end"
     for number, line in enumerate(lines):

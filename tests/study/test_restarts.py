@@ -126,7 +126,7 @@ def attempt_on(nodes: int, began: float) -> dict:
 def updates(attempt: int, steps: range, first_time: float, pace: float) -> Iterator[dict]:
     """Rows of updates, with one of a save, of 4 s, after every tenth."""
     for step in steps:
-        row = {"step": step, "tokens": step, "attempt": attempt}
+        row: dict[str, float] = {"step": step, "tokens": step, "attempt": attempt}
         row["time"] = first_time + pace * (step - steps[0])
         yield row | {"learning_rate": 1e-3, "loss": 5.0}
         if step % 10 == 0:
@@ -209,7 +209,7 @@ def test_losses_are_those_of_every_row(tmp_path, seed):
 
 
 def lost_by(tmp_path: Path, attempts: list[dict], rows: list[dict], *more: str) -> str | None:
-    """What a study of one run, or of `more`, says."""
+    """Return the words on a study of one run, or of `more`."""
     runs = [RUN.model_copy(update={"save_steps": (RUN.total_steps,)})]
     runs[0] = runs[0].model_copy(
         update={"saving": RUN.saving.model_copy(update={"restart_every_steps": 10})}

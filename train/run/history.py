@@ -18,7 +18,7 @@ LAST_ROWS_BYTES = 2**13  # at first
 BEYOND = 2**63  # more than any attempt: the end of the file
 
 
-class Work(NamedTuple):
+class AttemptWork(NamedTuple):
     """The updates that one attempt made, whether or not a later one made them again.
 
     Attributes:
@@ -48,7 +48,7 @@ class Work(NamedTuple):
         return max(0.0, self.last_time - self.first_time)
 
 
-def history(directory: RunDirectory) -> list[Work]:
+def history(directory: RunDirectory) -> list[AttemptWork]:
     """Return the work of every attempt, in order; empty for a run that was never started."""
     if not directory.environment_json.exists():
         return []
@@ -65,10 +65,10 @@ def history(directory: RunDirectory) -> list[Work]:
         ]
 
 
-def _work(attempt: dict[str, Any], ends: list[dict[str, Any]]) -> Work:
+def _work(attempt: dict[str, Any], ends: list[dict[str, Any]]) -> AttemptWork:
     """Return the work of an attempt whose first and last update these rows are."""
     began = attempt.get("began")
-    work = Work(node_count(attempt), kinds_of(attempt), began)
+    work = AttemptWork(node_count(attempt), kinds_of(attempt), began)
     if not ends:
         return work
     first, last = ends
@@ -80,7 +80,7 @@ def _work(attempt: dict[str, Any], ends: list[dict[str, Any]]) -> Work:
     )
 
 
-def surviving(works: list[Work]) -> list[int]:
+def surviving(works: list[AttemptWork]) -> list[int]:
     """Return how many updates of each attempt were not made again by a later one."""
     counts, again_from = [], float("inf")
     for work in reversed(works):
