@@ -44,6 +44,7 @@ time = 60
 # Every key that holds text, with a value that is fine there.
 TEXTS = {
     "root": "/shared/root",
+    "group": "name",
     "python": "/shared/python",
     "project": "/shared/project",
     **{
