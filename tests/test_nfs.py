@@ -184,7 +184,7 @@ def test_a_runner_on_a_lost_node_is_followed_by_one_on_another(server, study, un
 
 
 def test_soft_mounts_end_in_a_line_and_lose_nothing(server, study, undisturbed):
-    """An open or a lock waits for an NFS 4 server all the same; the rest fails after seconds."""
+    """Calls that open or lock wait for an NFS 4 server all the same, others fail in seconds."""
     node = server.client(SOFT)
     study.start(node)
     study.until(f"{RUN}/metrics.jsonl")
@@ -199,7 +199,7 @@ def test_soft_mounts_end_in_a_line_and_lose_nothing(server, study, undisturbed):
 
 
 def test_an_export_of_another_number_is_said_in_a_line(server, study, undisturbed):
-    """Open files, and those known by a handle, are stale."""
+    """Files that are open, or known by a handle, are stale."""
     node = server.client(HARD)
     study.start(node)
     study.until(f"{RUN}/metrics.jsonl")
