@@ -192,6 +192,7 @@ def test_soft_mounts_end_in_a_line_and_lose_nothing(server, study, undisturbed):
     time.sleep(AWAY_SECONDS)
     server.begin()
     study.end()
+    node.mount(SOFT)  # writes to files of before fail for as long as the mount stays
     while study.codes[-1]:
         study.run(node)
         assert len(study.codes) < 5, study.lines
