@@ -30,7 +30,7 @@ def shared(tmp_path) -> Path:
 @pytest.fixture
 def one_rank(monkeypatch) -> None:
     """As in a training of one process."""
-    monkeypatch.setattr(attempt.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr(attempt, "gathered", lambda value: [value])
     monkeypatch.setattr(attempt, "from_rank_zero", lambda value: value)
 

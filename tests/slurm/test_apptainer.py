@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,12 @@ def test_a_step_hears_each_signal_once_and_its_exit_code_comes_back(
         step = [*srun_prefix(site, "quantize"), "bash", "-c", NOTING.format(out=out)]
         command = ["sbatch", "--parsable", "--output", str(tmp_path / "log")]
         job = lab.command(*command, "--wrap", f"{shlex.join(step)}; echo code $?").strip()
+
+        def noted(line: str) -> bool:
+            return out.exists() and line in out.read_text()
+
         for sent, line in (("USR1", "ready"), ("TERM", "USR1")):
-            wait_until(lambda line=line: out.exists() and line in out.read_text(), line)
+            wait_until(partial(noted, line), line)
             lab.command("scancel", f"--signal={sent}", job)
         wait_until(lambda: not lab.command("squeue", "--noheader"), "the job's end")
     assert out.read_text().split() == ["ready", "USR1", "TERM", "end"]

@@ -147,7 +147,7 @@ def test_a_study_that_two_members_submit_cancel_and_finish(team, base):
     lines = (directory / SLURM / JOBS_JSONL).read_text().splitlines(keepends=True)
     (directory / SLURM / JOBS_JSONL).write_text("".join(lines[:-1]))
     assert "0 nothing to submit" in command("bob", "submit", "ours", "--site", str(site_toml))
-    assert existing_submission(directory).jobs == (first,)
+    assert existing_submission(directory).jobs == [first]
 
     # what waits of others stays as it is
     slower = write_site(
