@@ -146,8 +146,11 @@ def interval_of(
     save, update = seconds
     between = between_failures(together.failures, together.exposed / nodes)
     best, low, high = (best_interval(save, mean) for mean in between)
-    updates = tuple(max(1, _rounded(each / update)) for each in (best, low, high))
-    return Interval((best, low, high), updates)  # type: ignore[arg-type]
+
+    def updates(seconds: float) -> int:
+        return max(1, _rounded(seconds / update))
+
+    return Interval((best, low, high), (updates(best), updates(low), updates(high)))
 
 
 def _seconds_of_saves_and_updates(

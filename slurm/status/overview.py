@@ -100,7 +100,7 @@ class Overview:
     excluded: dict[str, str]  # node -> why no training goes there
     hours: Hours
     lost: str | None  # to restarts of trainings, in words; None: nothing
-    without_slurm: str | None  # why SLURM says nothing, of all or some; None: it knows of all
+    silence: str | None  # of SLURM, in words: of all or of some elements; None: it knows of all
 
 
 def look(study_dir: Path) -> Overview:
@@ -129,7 +129,7 @@ def look(study_dir: Path) -> Overview:
         excluded=excluded_nodes(study_dir),
         hours=hours_of(now, trainings, time.time()),
         lost=lost_to_restarts(study_dir, study.trained),
-        without_slurm=reason or now.unknown_in_words(),
+        silence=f"by marker files alone: {reason}" if reason else now.unknown_in_words(),
     )
 
 

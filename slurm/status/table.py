@@ -35,9 +35,7 @@ def lines_of(overview: Overview) -> list[str]:
     lines = [
         f"{overview.study.name}: {complete:,}/{total:,} steps made" + (others and f"; {others}")
     ]
-    if overview.without_slurm:
-        lines.append(f"by marker files alone: {overview.without_slurm}")
-    lines += [_hours(overview.hours), *filter(None, [overview.lost])]
+    lines += filter(None, [overview.silence, _hours(overview.hours), overview.lost])
     lines += [f"excluded {node}: {reason}" for node, reason in overview.excluded.items()]
     if overview.trainings:
         lines += ["", *aligned([TRAINING, *training_rows(overview)])]
