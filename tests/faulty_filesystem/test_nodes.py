@@ -17,7 +17,7 @@ from train.checkpoints.attempt import Attempt
 from train.run.directory import RunDirectory
 
 CACHING = Behaviour(cache_seconds=600)
-LEASE_SECONDS = 1.0
+LEASE_SECONDS = 5.0  # more than a busy machine takes to look at the lock
 
 
 @pytest.fixture
@@ -76,19 +76,18 @@ def test_a_lock_of_a_dead_node_is_free_after_its_lease(shared):
     with mounted(shared / "backing", shared / "b") as there:
         with mounted(shared / "backing", shared / "a", None, LEASE_SECONDS) as dead:
             die_within(locked(dead.path / ".lock"), dead)
-        began = time.monotonic()
-        assert "if its node is gone for good, move" in refusal(locked(there.path / ".lock", 0.0))
-        with locked(there.path / ".lock", 60.0):
-            assert time.monotonic() - began < 30
+            assert "node is gone for good, move" in refusal(locked(there.path / ".lock", 0.0))
+            with locked(there.path / ".lock", 60.0):
+                pass
 
         with mounted(shared / "backing", shared / "a", None, 600.0) as dead:
             die_within(submitting(dead.path), dead)
-        refused = refusal(submitting(there.path, 0.0))
-        assert "another command is submitting" in refused
-        moved = Path(refused.partition(", move ")[2].removesuffix(" away"))
-        moved.rename(moved.with_name("moved"))
-        with submitting(there.path, 0.0):
-            append(there.path, "retried")
+            refused = refusal(submitting(there.path, 0.0))
+            assert "another command is submitting" in refused
+            moved = Path(refused.partition(", move ")[2].removesuffix(" away"))
+            moved.rename(moved.with_name("moved"))
+            with submitting(there.path, 0.0):
+                append(there.path, "retried")
 
 
 @pytest.mark.parametrize(("locks", "words"), [("none", "cannot be locked"), ("local", None)])

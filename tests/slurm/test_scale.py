@@ -52,7 +52,7 @@ def slurm(monkeypatch) -> dict[str, JobState]:
     monkeypatch.setattr(
         cluster, "states", lambda ids: {name: queue[name] for name in ids if name in queue}
     )
-    monkeypatch.setattr(cluster, "check", lambda _script: None)
+    monkeypatch.setattr(cluster, "check", lambda _script, *_options: None)
     monkeypatch.setattr(cluster, "max_array_size", lambda: 1001)
     return queue
 
