@@ -88,7 +88,7 @@ def read(arguments: list[str], minor: int = 24) -> tuple[Container, list[str], l
         option = rest.pop(0)
         name, equals, value = option.removeprefix("--").partition("=")
         if "container" not in name:
-            # `--name value` cannot be told from an option without a value and the command.
+            # `--name value` may as well be an option without a value, and then the command.
             if not option.startswith("--"):
                 raise RefusedError(f"srun: a short option: {option}")
             others.append(option)

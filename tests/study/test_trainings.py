@@ -12,39 +12,31 @@ from train.run.directory import RunDirectory
 from train.run.metrics import tail_rows
 
 
-@pytest.fixture
-def study():
-    return watched_study()
-
-
-@pytest.fixture
-def study_dir(tmp_path):
-    return tmp_path / "small"
-
-
-def test_a_table_of_what_has_begun(study_dir, study):
-    assert progress_lines(study_dir, study) == []
-    write_metrics(study_dir, study.runs[1].name, range(1, 31), attempt=1)
-    assert progress_lines(study_dir, study) == [
+def test_a_table_of_what_has_begun(tmp_path):
+    study = watched_study()
+    assert progress_lines(tmp_path, study) == []
+    write_metrics(tmp_path, study.trained[1].name, range(1, 31), attempt=1)
+    assert progress_lines(tmp_path, study) == [
         "",
         "training  step   tokens  loss    tokens/s  left     saved",
         "lr3e-2    30/72  60K     4.7000  1K        0:00:14  -",
     ]
 
 
-def test_the_newest_attempt_counts_and_no_clock(study_dir, study):
-    run = study.runs[1]
-    write_metrics(study_dir, run.name, range(1, 30), attempt=1)
-    write_metrics(study_dir, run.name, range(10, 21), attempt=2, tokens_per_second=500.0)
-    write_metrics(study_dir, run.name, range(30, 33), attempt=1)  # an orphan
-    training = training_of(study_dir, run)
+def test_the_newest_attempt_counts_and_no_clock(tmp_path):
+    study = watched_study()
+    run = study.trained[1]
+    write_metrics(tmp_path, run.name, range(1, 30), attempt=1)
+    write_metrics(tmp_path, run.name, range(10, 21), attempt=2, tokens_per_second=500.0)
+    write_metrics(tmp_path, run.name, range(30, 33), attempt=1)  # an orphan
+    training = training_of(tmp_path, run)
     assert (training.step, training.tokens) == (20, 40_000)
     assert (training.loss, training.tokens_per_second) == (5 - 20 / 100, 500.0)
     assert training.left_seconds == (run.total_steps * run.tokens_per_step - 40_000) / 500
-    write_metrics(study_dir, run.name, range(21, 71), attempt=2, tokens_per_second=-3.0, time=-1e12)
-    training = training_of(study_dir, run)
+    write_metrics(tmp_path, run.name, range(21, 71), attempt=2, tokens_per_second=-3.0, time=-1e12)
+    training = training_of(tmp_path, run)
     assert (training.step, training.tokens_per_second, training.left_seconds) == (70, None, None)
-    assert training_of(study_dir, study.runs[0]).step is None
+    assert training_of(tmp_path, study.trained[0]).step is None
 
 
 def test_the_end_of_a_file_is_read_as_its_lines_are(tmp_path):
