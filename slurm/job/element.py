@@ -6,6 +6,7 @@ checkpoint, what measures is ended and starts anew. At its end an element submit
 then: what reads its files, or itself again.
 """
 
+import contextlib
 import os
 import subprocess
 import time
@@ -39,11 +40,13 @@ from slurm.submission.record import (
     SLURM,
     Element,
     Ending,
+    ending_of,
     exclude,
     existing_submission,
     log_of,
     position_of,
     record_end,
+    record_killed,
     record_start,
     restarts,
     starts_of,
@@ -119,6 +122,7 @@ class ElementStart:
             return "complete"
         forget_earlier_stops(self.study_dir, self.steps)
         began_at = self.position()
+        self.record_earlier()
         record_start(self.study_dir, self.key, self.job, len(self.nodes), began_at)
         # Holds where an exception passes through: the record then says that this start failed.
         ending: Ending = "failed"
@@ -136,6 +140,16 @@ class ElementStart:
         finally:
             record_end(self.study_dir, self.key, self.job, ending)
         return ending
+
+    def record_earlier(self) -> None:
+        """Record of the job before this one, if it was killed, how it ended."""
+        starts = starts_of(self.study_dir, self.key)
+        if not starts or "ended" in starts[-1] or starts[-1]["job"] == self.job:
+            return
+        job, state = starts[-1]["job"], None
+        with contextlib.suppress(UserError):  # SLURM does not answer, or not to this node
+            state = cluster.states([job]).get(job)
+        record_killed(self.study_dir, self.key, job, ending_of(state) or "failed")
 
     def met_time_limit(self) -> bool:
         """Return whether SLURM asked this start to stop because of its time limit."""

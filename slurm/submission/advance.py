@@ -23,6 +23,7 @@ from slurm.submission.arrays import FINAL, JobArray
 from slurm.submission.record import (
     Element,
     append,
+    ending_of,
     excluded_nodes,
     existing_submission,
     failures,
@@ -241,8 +242,10 @@ class _Submitter:
     def sbatch(self, array: JobArray, indices: list[int]) -> None:
         """Submit elements of an array by one call, recorded before and after it."""
         for element in ((array.name, index) for index in indices):
-            if earlier := self.submission.element_ids.get(element):
-                record_killed(self.study_dir, element, earlier, self.now.states.get(element))
+            earlier = self.submission.element_ids.get(element)
+            # While SLURM ends it, it does not say why; the next start asks then.
+            if earlier and (ending := ending_of(self.now.states.get(element))):
+                record_killed(self.study_dir, element, earlier, ending)
         text, path = self.script(array), script_path(self.study_dir, array.name)
         if not path.exists() or path.read_text() != text:
             write_script(path, text)

@@ -310,19 +310,21 @@ def record_end(study_dir: Path, element: Element, job: str, ending: Ending) -> N
     append_line(_path(study_dir, element), end)
 
 
-def record_killed(study_dir: Path, element: Element, job: str, state: JobState | None) -> None:
-    """Record of the last start of a job that it was killed, if it could not record an end itself.
+def record_killed(study_dir: Path, element: Element, job: str, ending: Ending) -> None:
+    """Record how the last start of a job ended, if it was killed before it could record that.
 
-    Recorded before the next job is submitted: of an earlier one SLURM soon knows nothing any more.
+    Recorded before the next job starts: of an earlier one SLURM soon knows nothing any more.
     """
     starts = [start for start in starts_of(study_dir, element) if start["job"] == job]
     if starts and "ended" not in starts[-1]:
-        restart, ending = starts[-1]["restart"], ending_of(state)
+        restart = starts[-1]["restart"]
         append_line(_path(study_dir, element), {"job": job, "restart": restart, "ended": ending})
 
 
-def ending_of(state: JobState | None) -> Ending:
-    """Return how a start ended that was killed before it could record it, as far as SLURM knows."""
+def ending_of(state: JobState | None) -> Ending | None:
+    """Return how a start ended that was killed; None while SLURM is still ending its job."""
+    if state and state.state == "COMPLETING":
+        return None
     return "lost" if state and state.state in NO_FAULT else "failed"
 
 

@@ -23,9 +23,10 @@ from tests.slurm.lab import Lab, running
 from tests.slurm.studies import changed, site_of, small_study, text_of
 from tests.waiting import wait_until
 
-# The check of nodes is real, as is SLURM; `tests.slurm.stand_in` runs `python -m slurm`.
+# The check of nodes is real but for their GPUs, as is SLURM; `tests.slurm.stand_in` runs
+# `python -m slurm`.
 PYTHON = """#!/bin/sh
-case "$2" in slurm.job.health) exec {0} "$@" ;; esac
+case "$2" in slurm.job.health) exec {0} -m "$2" "$3" ;; esac
 exec {0} -m tests.slurm.stand_in "$0" "$@"
 """
 LIMIT = "nothing was submitted: sbatch: QOSMaxSubmitJobPerUserLimit"

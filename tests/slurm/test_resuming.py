@@ -105,6 +105,6 @@ def test_a_training_that_is_preempted_and_not_requeued_comes_back(
 
     wait_until(over, "the run's end")
     first, second = starts_of(study_dir, ("train", 0))
-    assert first.get("ended") == ("asked" if grace_seconds else None)
+    assert first.get("ended") == ("asked" if grace_seconds else "lost")
     assert second["position"] > first["position"], "from a checkpoint"
     assert why_not(survey(study_dir, existing_submission(study_dir), study), ("train", 0)) is None
