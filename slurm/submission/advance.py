@@ -68,9 +68,10 @@ def submit_ready(
     that the site file would make otherwise now, or that SLURM holds after failed launches.
     """
     adopt(study_dir)
-    if ending:
-        append(study_dir, "leaving", job=ending)
     submission = existing_submission(study_dir)
+    if ending and submission.left[-1:] != [ending]:  # not again when it tries again
+        append(study_dir, "leaving", job=ending)
+        submission.left.append(ending)
     now = survey(study_dir, submission, load_study(study_dir), verify=verify)
     now.check()
     remember_complete(study_dir, now.complete)

@@ -6,19 +6,30 @@ TO_DIVERGE diverges at its first update. `python -m slurm` it runs, with short p
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from base.cli import run_command
 from base.files import write_sealed
 from slurm.__main__ import app
 from slurm.job import element, supervision
+from slurm.submission.record import existing_submission
 from study.definition import load_study
-from study.step import Machine, batches, resolve, shared
+from study.step import Machine, Step, batches, resolve, shared
 from study.steps import steps_of
 from tests.sealing import write_ending
 from train.run.directory import RunDirectory
 
 PAUSE_SECONDS = 0.5  # of jobs, in place of half a minute
+
+
+def submitted_batches(study_dir: Path) -> Iterator[list[Step]]:
+    """Yield the steps of every command that the elements of a study start."""
+    submission, steps = existing_submission(study_dir), steps_of(load_study(study_dir))
+    limits, by_name = submission.site.limits, {step.name: step for step in steps}
+    for names in (names for array in submission.arrays for names in array.elements):
+        of_element = [by_name[name] for name in names]
+        yield from batches(of_element, limits.checkpoints_per_job, limits.specs_per_job)
 
 
 def main(command: list[str]) -> None:
@@ -32,7 +43,7 @@ def main(command: list[str]) -> None:
     study_dir = Path(os.environ["STUDY_DIR"])
     device = "cuda" if "cuda" in command else "cpu"
     machine = Machine(python=command[0], device=device)
-    for batch in batches(steps_of(load_study(study_dir)), 1, 4):
+    for batch in submitted_batches(study_dir):
         trains = batch[0].kind == "train" and str(study_dir / batch[0].run) in command
         if trains or resolve(shared(batch), study_dir, machine) == command:
             names = [step.name for step in batch]

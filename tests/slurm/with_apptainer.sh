@@ -23,7 +23,7 @@ debootstrap --variant=minbase --include=ca-certificates,python3,libgomp1 trixie 
 if ! command -v apptainer >/dev/null; then
     cp --dereference /etc/resolv.conf "$image/etc/"
     sed --in-place s/trixie/sid/ "$image/etc/apt/sources.list"
-    chroot "$image" sh -euc 'apt-get update && cd /tmp && apt-get download apptainer' >>"$directory/log" 2>&1 ||
+    chroot "$image" sh -euc 'apt-get -o Acquire::Check-Valid-Until=false update && cd /tmp && apt-get download apptainer' >>"$directory/log" 2>&1 ||
         { tail -n 3 "$directory/log" >&2 && echo "error: apt-get found no apptainer" >&2 && exit 2; }
     program=$directory/apptainer
     dpkg --extract "$image"/tmp/apptainer_*.deb "$program"
