@@ -15,7 +15,7 @@ from slurm.site import KINDS, Site, load_site
 from slurm.submission.script import forget, job_environment, on_every_node, srun_prefix
 from slurm.submission.submit import submit
 from study.pipeline.ledger import Ledger
-from study.steps import steps_of
+from study.steps import ONLINE, steps_of
 from tests.interpreter import interpreter
 from tests.runs import PROJECT, write_program
 from tests.slurm import pyxis
@@ -117,7 +117,7 @@ exec {python} -m tests.slurm.stand_in "$0" "$@"
 """
 INSIDE = {
     **{"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONNOUSERSITE": "1"},
-    **{"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "HF_HUB_OFFLINE": "1"},
+    **{"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"},
     **{"RANK": "0", "WORLD_SIZE": "1", "HOME": "/nowhere/home", "NVIDIA_PYTORCH_VERSION": "25.10"},
 }
 
@@ -197,10 +197,13 @@ def test_a_study_in_an_image_that_each_job_unpacks_once_and_removes(
     unpacking = [name for name, *words in used if words[-1] == "true"]
     assert len(unpacking) == len(set(unpacking)) == len({name for name, *_ in used})
 
+    online = 0
     for noted in (tmp_path / "noted").iterdir():
         variables = dict(text.split("=", 1) for text in noted.read_text().split("\0")[:-1])
         inside = {name: variables.get(name) for name in INSIDE}
         assert inside == INSIDE, noted.name
+        online += variables.get("HF_HUB_OFFLINE") != "1"
         assert variables["PYTHONPATH"].split(":")[0] == str(PROJECT)
         assert variables["QUANTDYN_IMAGE"] == str(tmp_path / "image+1.sqsh")
         assert variables["PWD"] == str(PROJECT)
+    assert online == sum(step.kind in ONLINE for step in steps_of(study)), "may ask the hub"
