@@ -18,7 +18,7 @@ from tests.interpreter import interpreter
 from tests.runs import write_program
 from tests.slurm.lab import Lab, running
 from tests.slurm.studies import changed, site_of, small_study
-from tests.slurm.wrapped import SILENT, WRAPPERS, without_commands, wrap
+from tests.slurm.wrapped import WRAPPERS, without_commands, wrap
 from tests.waiting import wait_until
 
 # The interpreter of jobs: what measures is a stand-in.
@@ -95,10 +95,12 @@ def test_jobs_on_nodes_without_commands_end_with_their_work(
 ):
     """Somebody else submits, as `status --watch` does, by commands that are wrapped."""
     path = str(without_commands(tmp_path / "programs"))
-    lines = WRAPPERS["notes"] | {"squeue": SILENT}
+    silent = tmp_path / "silent"  # while it is there, squeue says nothing
+    lines = WRAPPERS["notes"] | {"squeue": f"[ -e '{silent}' ] || slurm \"$@\" "}
     with monkeypatch.context() as environment:
         environment.setenv("PATH", f"{wrap(tmp_path / 'bin', lines)}:{os.environ['PATH']}")
         study_dir = submitted(tmp_path / "runs", study, environment, PATH=path)
+        silent.touch()
         unknown = []
 
         def ended() -> bool:
@@ -106,7 +108,9 @@ def test_jobs_on_nodes_without_commands_end_with_their_work(
                 advance(study_dir)
             except UserError as error:
                 unknown.append(str(error))
-            time.sleep(0.5)
+                silent.unlink(missing_ok=True)
+            if not silent.exists():
+                time.sleep(0.5)
             return is_over(study_dir)
 
         wait_until(ended, "the end of the study")
