@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
-WIDTH = 110
+WIDTH = 100
 
 
 def wrapped(text: str) -> list[str]:
