@@ -78,6 +78,7 @@ SMALLER = (
 STATISTICS = re.compile(r"study (choose|power|forecast|cooldowns|report) tiny ?")
 PAGE_OF_MLFLOW = (PROJECT / "docs/guides/mlflow.md").read_text()
 ADDRESSES = re.findall(r"^export MLFLOW_TRACKING_URI=(\S+)$", PAGE_OF_MLFLOW, re.MULTILINE)
+REPEATS = "docs/comparison.md"  # shows commands of other pages, which run there
 # What a reader of this page has done before.
 BEFORE = {
     "docs/guides/released-models.md": [
@@ -128,7 +129,12 @@ def test_an_address_of_mlflow_is_one_that_is_taken(monkeypatch, address):
     assert tracking_uri(Path()) == address
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if commands_of(name)])
+def test_a_page_that_repeats_commands_has_those_of_other_pages():
+    run_elsewhere = {command for name in NAMES if name != REPEATS for command in commands_of(name)}
+    assert set(commands_of(REPEATS)) <= run_elsewhere
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if commands_of(n) and n != REPEATS])
 def test_commands_of_a_page(name, checkout, statistics, hub, request):
     commands = [*BEFORE.get(name, ()), *commands_of(name)]
     if any(" -m slurm " in command for command in commands):

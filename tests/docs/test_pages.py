@@ -10,10 +10,13 @@ from PIL import Image
 from docs.generate import PAGES, REFERENCE, REPRODUCE
 from docs.paper import FIGURES, PICTURES, SHOWN, page, take_pictures
 from docs.paper import MOST_BYTES as MOST_BYTES_OF_PICTURE
+from study.recipes.resolve import whole_recipes
 from tests.docs.pages import NAMES
 from tests.runs import PROJECT
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+PICTURE = re.compile(r"!\[([^]]*)\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"`(?:make|python -m) [^`]+`")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 MOST_BYTES, MOST_COLUMNS = 6000, 100  # of README.md
 
@@ -53,6 +56,28 @@ def test_every_page_is_in_the_index():
     }
     pages = {PROJECT / name for name in NAMES} - {PROJECT / "README.md", PROJECT / "docs/README.md"}
     assert pages <= index
+
+
+def test_the_gallery_shows_every_picture_once_with_the_command_that_makes_it():
+    gallery, _, _ = (PROJECT / "docs/README.md").read_text().partition("## Guides")
+    shown = PICTURE.findall(gallery)
+    files = [(PROJECT / "docs" / path).resolve() for _, path in shown]
+    stored = [path for path in (PROJECT / "docs/pictures").rglob("*") if path.is_file()]
+    assert sorted(files) == sorted([*stored, PROJECT / "study/demo.png"])
+    assert all(len(words.split()) >= 5 for words, _ in shown)
+    for section in gallery.split("\n## ")[1:]:
+        assert COMMAND.findall(section), section.partition("\n")[0]
+    assert set(re.findall(r"study run ([\w-]+)", gallery)) <= set(whole_recipes())
+
+
+def test_other_tools_are_compared_in_the_versions_of_the_lock():
+    text = (PROJECT / "docs/comparison.md").read_text()
+    lock = set((PROJECT / "requirements.lock").read_text().splitlines())
+    named = re.findall(r"^\| \[[^|]*\| ([\w-]+) ([\d.]+) \|", text, re.MULTILINE)
+    assert len(named) == 4
+    for package, version in named:
+        assert f"{package}=={version}" in lock
+        assert re.search(rf"pypi.org/project/{package}/{re.escape(version)}/", text)
 
 
 @pytest.mark.parametrize("name", PAGES)
