@@ -15,6 +15,7 @@ CONTENT = Content(
     recipes=_in(
         "recipes",
         "demo:tiny",
+        "tiny_long:tiny_long",
         "tiny_paper:tiny_paper",
         "olmo2:olmo2_7b_lr",
         "olmo2:olmo2_7b_lr_cosine300b",

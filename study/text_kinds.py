@@ -19,6 +19,12 @@ PACKAGES = (
     "networkx==3.6.1#sha256=399cbbfd66106d120837fb3a644b7a6684f23c125f1b6a26339b8fc3675e4b7d",
     "sympy==1.14.0#sha256=5cfd33ec92cf6d64e418c9d7568e0119598b8a8880c2f0fa4cb9564c806f1f97",
 )
+# Three times as much text, of which half of the longer lines are those of other files: its models
+# repeat each other.
+MORE_PACKAGES = (
+    *PACKAGES,
+    "transformers==5.17.0#sha256=b6ab8fcf3e242c3bf3dfad2b48269e11839e9ae9f34e9b94f7dc16b5010980db",
+)
 PackageName = Annotated[str, Field(pattern=r"^[\w.-]+==[\w.]+#sha256=[0-9a-f]{64}$")]
 
 

@@ -59,10 +59,11 @@ BUDGETS |= {
     "losses": f"The figure of token budgets of {PAPER}, which has full precision; the quantized"
     " losses are ours",
 }
-LAWA = PLANE | {
+AVERAGES = {
     "averages": f"Figures 4a (full precision), 4b (3 bits) and 4c (relative error) of {PAPER}; the"
     " KL divergence, and how dense the checkpoints are, are ours",
 }
+LAWA = PLANE | AVERAGES
 KUMAR = {
     "ends": f"Figure 5 of {PAPER}; the budgets, and the run without anneal, are ours",
 }
