@@ -207,11 +207,11 @@ def take_pictures(directory: Path) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name, (figure, _) in SHOWN.items():
         path = _picture(name)
-        path.write_bytes(_small(directory / DIRECTORY / name / f"{figure}.png"))
+        path.write_bytes(small_picture(directory / DIRECTORY / name / f"{figure}.png"))
         print(path, path.stat().st_size)
 
 
-def _small(path: Path) -> bytes:
+def small_picture(path: Path) -> bytes:
     """Return a picture as PNG of WIDTH pixels at most, and of MOST_BYTES."""
     with Image.open(path) as image:
         picture = image.convert("RGB")

@@ -22,6 +22,7 @@ CONTENT = Content(
         "olmo2:olmo2_1b_lr",
         "olmo2:olmo2_190m_lr",
         "olmo2:olmo2_30m_lr",
+        "quarter_hour:olmo2_quarter_hour",
         "interventions:tiny_interventions",
         "interventions:olmo2_1b_interventions",
         "interventions:olmo2_190m_interventions",
