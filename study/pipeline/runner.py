@@ -212,6 +212,7 @@ class Runner:
                 while self.running:
                     self._wait()
                     self._start_ready()
+                    self.progress.refresh()
         finally:
             self._end_running()
         if self.failures:
@@ -310,7 +311,6 @@ class Runner:
         line = self.live.turn()
         if line:
             self.progress.say(line)
-        self.progress.refresh()
 
     def _finished(self, running: _Running) -> None:
         self.running.remove(running)
