@@ -1,4 +1,4 @@
-"""A process that has imported what measuring imports, and forks for each command.
+"""A process that has imported what measuring and training import, and forks for each command.
 
 Importing torch and transformers takes 6 s of a core, more than most steps of a small study compute.
 A fork has them in 0.1 s, and nothing that another command left: nothing is computed here. The
@@ -18,6 +18,7 @@ import sys
 from contextlib import suppress
 
 from base.cli import quick_imports
+from base.environment import software
 from study.content import modules
 from study.pipeline.supervise import supervise
 from study.tracking.store import import_mlflow
@@ -36,6 +37,7 @@ IMPORTED = (
     "study.report.report",
     "study.results.collect",
     "study.tracking.importer",
+    "train.loop",
     "transformers.models.olmo2.modeling_olmo2",
 )
 MEASURING = {"ckpt_tools", "curvature", "quant_eval"}  # commands that a fork is worth starting for
@@ -45,9 +47,10 @@ REQUEST_BYTES = 100_000
 
 
 def import_all() -> None:
-    """Import what commands need; no thread is left but that of pyarrow's allocator.
+    """Import what commands need, and look up its versions; no thread is left but pyarrow's.
 
-    That one is ready for forks; a lock that another thread held would stay locked in them.
+    That one, of its allocator, is ready for forks; a lock that another thread held would stay
+    locked in them.
     """
     with quick_imports():
         with suppress(ImportError):  # the command shows what is wrong where it is looked for
@@ -55,6 +58,7 @@ def import_all() -> None:
         for name in (*IMPORTED, *modules()):
             with suppress(ImportError):
                 importlib.import_module(name)
+    software()  # every result names the versions of 200 packages, a second of a core to look up
 
 
 def main() -> None:
