@@ -46,7 +46,8 @@ class Pipeline:
         Unless `forward_only`, the gradients of what `StepResult` says is minimised are added to the
         gradient buffers.
         """
-        self.model.train(not forward_only)
+        if self.model.training == forward_only:  # mcore walks through all modules
+            self.model.train(not forward_only)
         microbatches = batch.microbatches(self.run.micro_batch_size, self.device)
         reports = self._run(microbatches, self._loss, forward_only=forward_only)
         if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
