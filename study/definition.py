@@ -49,6 +49,7 @@ from study.soups import SoupSettings
 from study.text_kinds import Text
 from train.run.config import RunConfig
 
+Seeds = Literal["every seed", "first seed"]
 FEWEST_OF_PLANE = 3  # checkpoints that can span the plane of a trajectory
 
 AnySettings = (
@@ -144,7 +145,10 @@ class Study(Showable):
     soups: tuple[SoupSettings, ...] = Field(
         default=(), description="made of each run that saves their steps"
     )
-    detailed: Literal["every seed", "first seed"] = Field(
+    averaged: Seeds = Field(
+        default="every seed", description="runs of which averages and soups are measured"
+    )
+    detailed: Seeds = Field(
         default="every seed",
         description="runs of which more is measured than quantization and outliers",
     )
@@ -319,9 +323,11 @@ class Study(Showable):
         """Return the measured models of the run by rising step, averages after weights."""
         if isinstance(run, ReleasedRun):
             return released_models(run)
-        models = []
+        models, averages = [], self._is_among(self.averaged, run)
         for step in run.save_steps:
             models.append(MeasuredModel(step))
+            if not averages:
+                continue
             if step in self.averaged_steps:
                 models += [MeasuredModel(step, average.name) for average in run.averages]
             models += [
@@ -384,7 +390,10 @@ class Study(Showable):
 
     def _has_details(self, run: AnyRun) -> bool:
         """Return whether more is measured of a run than what every seed has."""
-        return self.detailed == "every seed" or run == self.group_of(run).runs[0]
+        return self._is_among(self.detailed, run)
+
+    def _is_among(self, seeds: Seeds, run: AnyRun) -> bool:
+        return seeds == "every seed" or run == self.group_of(run).runs[0]
 
     def control_of(self, run: AnyRun) -> RunConfig | None:
         """Return the run of this study that trains like an annealed one, to its end, without."""

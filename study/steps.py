@@ -86,7 +86,7 @@ def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
         settings=fingerprint(run),
         slots=study.ranks,
         resumes=True,
-        expected_seconds=2 + run.passed_tokens(first, run.total_steps) / 32_000,
+        expected_seconds=2 + run.passed_tokens(first, run.total_steps) / 16_000,
     )
 
 
@@ -210,7 +210,7 @@ def _last_steps(study: Study, steps: list[Step]) -> list[Step]:
         )
 
     return [
-        last("collect", "table.parquet", of_kinds(*MADE, *tabled), 3.0),
-        last("report", REPORT, ("collect", *of_kinds(*MEASURED)), 10.0),
-        last("mirror", MIRROR_JSON, ("collect", "report"), 15.0),
+        last("collect", "table.parquet", of_kinds(*MADE, *tabled), 1.5),
+        last("report", REPORT, ("collect", *of_kinds(*MEASURED)), 20.0),
+        last("mirror", MIRROR_JSON, ("collect", "report"), 4.0),
     ]

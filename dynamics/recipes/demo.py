@@ -28,8 +28,9 @@ from train.run.optimization import Anneal, CosinePhase, Lawa, ScheduleConfig
 HORIZON_OVER_ANNEAL_START = 5e12 / (72_000 * 4_194_304)
 # AdamW forgets an update over 1 / (rate x weight decay) steps (arXiv 2405.13698). Up to the anneal
 # the 7B's run with a peak of 6e-4 and a decay of 0.1 is 4.3 such times long. So would the demo's be
-# with a peak of 6e-3: its own peaks correspond to the 7B's 12e-4, and to twice that.
-PEAKS, SAVES, ANNEALS_AT = (1.2e-2, 2.4e-2), (384, 768, 1024), 768
+# with a peak of 6e-3: its own peaks correspond to the 7B's 12e-4, and to three times that. Four
+# seeds did not decide between a factor of 2 on every CPU. With 640 steps there was no surge.
+PEAKS, SAVES, ANNEALS_AT = (1.2e-2, 3.6e-2), (384, 768, 1024), 768
 WEIGHT_DECAY = round(72_000 * 6e-4 * 0.1 / (ANNEALS_AT * 6e-3), 4)
 # Enough to decide at 3 bits whether the anneal raises the error, at either peak.
 SEEDS = (1, 2, 3, 4)
@@ -69,7 +70,7 @@ def run(name: str, peak_lr: float, *, saves: tuple[int, ...], smoke: bool) -> Ru
         batch_size=BATCH,
         micro_batch_size=micro_batch_size,
         save_steps=saves,
-        evaluate_every_steps=12 if smoke else 64,
+        evaluate_every_steps=12 if smoke else 128,
     )
 
 
@@ -82,17 +83,17 @@ def tiny(*, smoke: bool = False) -> Study:
     """
     saves = (48, 72) if smoke else SAVES
     quantization = QuantizationSettings(
-        specs=("gptq-b3-g32", "gptq-b4-g32"),
-        methods=("rtn-b3-g32", "gptqmodel-b3-g32", "awq-b3-g32", "w4a4-g32-quarot", "nvfp4"),
+        specs=("gptq-b3-g32",),
+        methods=("gptq-b4-g32", "rtn-b3-g32", "w4a4-g32-quarot", "nvfp4"),
         by_block=("gptq-b3-g32", "gptq-b4-g32"),
         calibration_sequences=64,
         calibration_seeds=DRAWS,
-        eval_tokens=32_768,
+        eval_tokens=16_384,
         block_tokens=16_384,
     )
-    if smoke:  # methods of other libraries spend many seconds on their imports
+    if smoke:
         quantization = QuantizationSettings(
-            specs=quantization.specs,
+            specs=("gptq-b3-g32", "gptq-b4-g32"),
             methods=("rtn-b3-g32", "int8-t6"),
             along=("w4a4-g32-quarot",),
             by_block=("gptq-b3-g32",),
@@ -101,7 +102,7 @@ def tiny(*, smoke: bool = False) -> Study:
             eval_tokens=12_288,  # 22 documents of SMALL_TEXT; 20 give an interval
             block_tokens=12_288,
         )
-    pairs = 4 if smoke else 16
+    pairs = 4 if smoke else 8
     peaks = (3e-3, 3e-2) if smoke else PEAKS
     # The ends of the first peak's runs, of the first seed, at the same step.
     name, seed = learning_rate_name(peaks[0]), "" if smoke else f"-seed{SEEDS[0]}"
@@ -120,6 +121,7 @@ def tiny(*, smoke: bool = False) -> Study:
         ),
         text=SMALL_TEXT if smoke else TEXT,
         seeds=() if smoke else SEEDS,
+        averaged="first seed",
         detailed="first seed",
         ranks=2 if smoke else 1,
         quantization=quantization,

@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure as Picture
 from PIL import Image
 
 from base.files import replaced_file
+from base.progress import Progress
 from study.content import loaded
 from study.definition import Study
 from study.experiments import Experiment
@@ -115,8 +116,8 @@ def draw_all(
     shown, empty = [], []
     folder = canvas.directory / DIRECTORY / (experiment.name if experiment else "")
     folder.mkdir(parents=True, exist_ok=True)
-    for figure in figures_of(canvas.study, experiment):
-        drawing = figure.draw(canvas)
+    figures = figures_of(canvas.study, experiment)
+    for figure, drawing in _drawings(figures, canvas):
         if drawing is None:
             empty.append(figure.name)
             for kind in ("csv", *METADATA):
@@ -129,6 +130,14 @@ def draw_all(
         headline = figure.headline(canvas.study)
         shown.append(DrawnFigure(figure.name, caption, png, chart, headline))
     return shown, empty
+
+
+def _drawings(figures: Sequence[Figure], canvas: Canvas) -> Iterator[tuple[Figure, Drawn | None]]:
+    """Yield what is drawn of each figure, and show how many are done."""
+    with Progress("figures", total=len(figures)) as progress:
+        for figure in figures:
+            yield figure, figure.draw(canvas)
+            progress.advance()
 
 
 def write_figure(drawing: Drawn, path: Path) -> bytes:

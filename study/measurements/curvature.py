@@ -72,6 +72,7 @@ def _steps(
             uses=("held_out",),
             models=(subject.hf,),
             tail=product_options(HutchinsonSettings, settings, subject),
+            expected_seconds=3.0,
         )
     ]
 

@@ -193,7 +193,7 @@ def _steps(
             models=(subject.hf,),
             specs=("--spec", spec),
             tail=tail,
-            expected_seconds=2.5 if is_method else 1.5,
+            expected_seconds=1.0 if is_method else 2.0,
         )
         for spec in specs
     ]
@@ -214,7 +214,7 @@ def _block_steps(
         *_options(specs, of_blocks, subject, per_block=True, dense=True),
         *(word for path in results for word in ("--out", f"{{study}}/{Path(path).parent}")),
     )
-    seconds = 1.5 + 0.5 * len(specs)
+    seconds = 1.5 + len(specs)
     name = f"blocks-{subject.run}"
     return [
         subject.step("blocks", name, command, results, uses=_uses(specs), expected_seconds=seconds)
@@ -284,5 +284,6 @@ METHODS_AT_THE_END = Kind[QuantizationSettings](
     "last",
     lambda settings, subject, _: _steps("methods", settings.methods, settings, subject),
     lambda settings: _tabled(settings.methods),
+    every_seed=True,
 )
 BLOCKS = Kind[QuantizationSettings]("blocks", "last", _block_steps, shares_work=True)

@@ -67,7 +67,7 @@ def _steps(
             ),
             uses=("held_out",),
             after=(blocks,),
-            expected_seconds=1.5 + 0.5 * len(along.specs),
+            expected_seconds=1.5 + 2.0 * len(along.specs),
         )
     ]
 

@@ -55,6 +55,9 @@ KEEP_MEMORY = ":".join(
 )
 
 
+ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of tokenizers
+
+
 class StepError(Exception):
     """A step ended badly without saying why in one line; the command exits with code 1."""
 
@@ -83,7 +86,7 @@ def locked(directory: Path) -> Iterator[int]:
 
 # The process is of a low priority: where steps want every core it gets a tenth of one. It rests for
 # twice the time that it took, so it takes less than 4% of one core from the steps.
-EVERY_SECONDS = 120.0
+EVERY_SECONDS = 300.0
 REST = 2.0  # times as long as the last refresh took
 
 
@@ -152,7 +155,7 @@ class _Running:
 
 
 def child_environment(kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the environment of a step: its GPUs, one thread, no network unless it fetches."""
+    """Return the environment of a step: its GPUs, its threads, no network unless it fetches."""
     path = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
     return os.environ | {
         "PYTHONPATH": path,
@@ -161,8 +164,8 @@ def child_environment(kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_MEMORY),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as the numbers of the hardware are counted
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "RAYON_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+        # nothing else can run before the text is there
+        **({"TOKENIZERS_PARALLELISM": "true"} if kind == "prepare" else ONE_THREAD),
         **({} if kind in ONLINE else {"HF_HUB_OFFLINE": "1"}),
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",

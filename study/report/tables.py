@@ -123,7 +123,7 @@ def effects_text(tables: Sequence[Table]) -> Iterator[str]:
 FINAL_LOSS = "final loss"
 DARKEST = 0.55  # opacity of the largest value of a heat table
 PERCENT = "%"
-OF_FIRST_SEED = " Measured for the first seed of each setting."
+OF_FIRST_SEED = " Of the first seed of each setting."
 
 
 def end_table(study: Study, summaries: Sequence[RunSummary], paired: Paired) -> Table:

@@ -148,7 +148,7 @@ def _prepare_step(name: str, command: tuple[str, ...], output: str, **more: Any)
 
 def _package_steps(text: PackageSources) -> list[Step]:
     make = python("study", "corpus", f"{{study}}/{CORPUS}", str(text.vocab_size), *text.packages)
-    steps = [Step("corpus", "corpus", make, (f"{CORPUS}/corpus.json",), expected_seconds=5)]
+    steps = [Step("corpus", "corpus", make, (f"{CORPUS}/corpus.json",), expected_seconds=8)]
     places = places_of(text)
     for use in USES:
         source = f"{{study}}/{CORPUS}/{use}.jsonl"

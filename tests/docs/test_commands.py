@@ -31,8 +31,8 @@ SMALLER = (
     (r"study run (tiny-paper|tiny-interventions)", r"study show \1"),  # it takes minutes
     (r"runs/tiny\b(?!-)", f"runs/{NAME}"),
     (r"(study (status|mirror|choose-average)) tiny\b", rf"\1 {NAME}"),
-    (r"lr2\.4e-2-seed1", "lr3e-2"),
-    (r"lr2\.4e-2-control-seed1", "lr3e-2-control"),
+    (r"lr3\.6e-2-seed1", "lr3e-2"),
+    (r"lr3\.6e-2-control-seed1", "lr3e-2-control"),
     (r"step00001024", "step00000072"),
     (r"step00000768", "step00000048"),
     (r"step00000500", "step00000016"),

@@ -64,12 +64,12 @@ def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
         "show", "tiny", "--set", "engine=deepspeed", "--set", "zero.stage=2", "--commands"
     )
     assert shown.startswith("tiny-engine=deepspeed-stage=2: ")
-    assert re.search(r"^lr2.4e-2-seed3 +0.024 ", shown, re.MULTILINE)
+    assert re.search(r"^lr3.6e-2-seed3 +0.036 ", shown, re.MULTILINE)
     assert "python -m train run" in shown
     changed = resolve("tiny", "full", ("engine=deepspeed", "zero.stage=2"))
     directory = write_study(tmp_path / changed.name, changed)
     collected = printed("collect", changed.name, "--root", tmp_path)
-    assert collected.startswith(f"{directory / 'table.parquet'}: 48 rows")
+    assert collected.startswith(f"{directory / 'table.parquet'}: 36 rows")
     # without the settings it is another study; by the name of its directory it is found as it is
     assert "does not exist" in refused("status", "tiny", "--root", tmp_path)
     status = printed("status", changed.name, "--root", tmp_path)
