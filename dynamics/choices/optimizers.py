@@ -71,18 +71,23 @@ def optimizers_line(evidence: Evidence) -> str:
     ]
     tokens = next(iter(choices.values()))[0][0][0]["tokens"]
     return (
-        f"{measure.title}, each optimizer of hidden matrices at the peak learning rate with the"
+        f"{_titled(measure)}, each optimizer of hidden matrices at the peak learning rate with the"
         f" lowest full-precision loss after {amount_name(tokens).upper()} tokens:"
         f" {'; '.join(parts)}. They end at different losses, on which the error depends as well."
         f"{_beyond(best)}"
     )
 
 
+def _titled(measure: Measure) -> str:
+    """Return the name of a measure with the unit of the values after it."""
+    return f"{measure.title} in {measure.unit}" if measure.unit else measure.title
+
+
 def _words(measure: Measure, each: AtBest, entry: Ranked) -> str:
     words = f"{entry.label} at {each.peak:g} ({each.loss:.4f} nats)"
     if entry.excess is None:
-        return f"{words} has the lowest, {measure.estimated(entry.estimate)}"
-    return f"{words} {measure.estimated(entry.excess)} more, Holm p {entry.p_adjusted:.2g}"
+        return f"{words} has the lowest, {measure.effect(entry.estimate)}"
+    return f"{words} {measure.effect(entry.excess)} more, Holm p {entry.p_adjusted:.2g}"
 
 
 def _beyond(best: dict[str, AtBest]) -> str:

@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from base.grouping import grouped
+from base.quantities import with_interval
 from dynamics.claims.schedule import (
     MARGIN,
     annealed,
@@ -238,9 +239,8 @@ def tokens(measure: Measure) -> Verdict:
     estimate = _over_groups(
         [first - second for first, second in zip(by_tokens, by_decay, strict=True)]
     )
-    low, high = estimate.interval()
     p_value = estimate.p_value()
-    effect = f"{estimate.value:+z.3g} [{low:+z.3g}, {high:+z.3g}] in log"
+    effect = f"{with_interval(estimate.value, *estimate.interval())} in log"
     statistic = (
         f"mean |log(predicted / measured)| of {len(ends)} annealed ends: {fmean(by_tokens):.3g} by"
         f" the power law, {fmean(by_decay):.3g} by the decay; difference {effect} over"

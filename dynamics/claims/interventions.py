@@ -288,8 +288,7 @@ def _undone(measure: Measure, average: str, arms: Sequence[Arm]) -> Verdict:
         "averages": by_group(lambda arm: gain(arm, average)),
     }
     words = [
-        f"{name} {measure.estimated(measure.estimate(_mean(parts)))}"
-        for name, parts in gains.items()
+        f"{name} {measure.effect(measure.estimate(_mean(parts)))}" for name, parts in gains.items()
     ]
     return conclude(
         measure,

@@ -14,6 +14,7 @@ from math import log, log2
 import numpy as np
 
 from base.grouping import grouped
+from base.quantities import MILLI, significant, with_interval
 from quant_eval.estimate import Estimate
 from study.claims.finding import (
     Finding,
@@ -257,9 +258,7 @@ def surge(measure: Measure) -> Verdict:
                 [end for end, _ in controls],
             )
             growth = measure.estimate(mean_of(list(grown.values())))
-            beside += (
-                f"; by data alone, control minus before the anneal: {measure.estimated(growth)}"
-            )
+            beside += f"; by data alone, control minus before the anneal: {measure.effect(growth)}"
     parts = by_group(lambda end: effect_of_anneal(measure, end), ends)
     whole, test = mean_of(list(parts.values())), _test_of(ends)
     return conclude(
@@ -288,7 +287,7 @@ def beyond_trends(measure: Measure, contrast: Replicates) -> Finding:
     """
     linear, in_logs = directed(measure, contrast), _in_logarithms(measure, contrast)
     low, high = in_logs.interval()
-    words = f"{linear.words}, log {in_logs.value:+.2g} [{low:+.2g}, {high:+.2g}]"
+    words = f"{linear.words}, log {with_interval(in_logs.value, low, high)}"
     way = "higher" if in_logs.value > 0 else "lower"
     if way != linear.way:
         return Finding("between the trends", 1.0, words)
@@ -335,12 +334,14 @@ def divergence(measure: Measure) -> Verdict:
         "apart",
         [left_open(measure, ends), unpaired(measure, whole)],
     )
-    loss = of_loss.figure.signed(of_loss.estimate(whole).value)
-    return verdict._replace(effect=f"{verdict.effect}, loss {loss}")
+    loss = MILLI * of_loss.estimate(whole).value
+    return verdict._replace(effect=f"{verdict.effect}, loss {significant(loss)}")
 
 
 def _parted(of_loss: Measure, measure: Measure, contrast: Replicates, test: Test) -> Finding:
     loss, error = directed(of_loss, contrast), test(measure, contrast)
     # The claim takes both: the loss falls and the error rises.
     way = "apart" if (loss.way, error.way) == ("lower", "higher") else "not apart"
-    return Finding(way, max(loss.p, error.p), f"loss {loss.words}, error {error.words}")
+    # Beside a share the loss has its own unit; beside nats both have that of the line.
+    unit = "" if measure.unit else f" {of_loss.unit}"
+    return Finding(way, max(loss.p, error.p), f"loss {loss.words}{unit}, error {error.words}")

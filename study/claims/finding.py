@@ -12,7 +12,7 @@ from base.statistics import holm
 from quant_eval.estimate import Estimate
 from study.claims.verdict import ALPHA, Measure, NotTested, Outcome, Replicates, Verdict
 from study.results.paired import Weighted, runs_of
-from study.results.summary import left_out
+from study.results.summary import enumeration, left_out
 
 
 class Finding(NamedTuple):
@@ -22,11 +22,13 @@ class Finding(NamedTuple):
         way: that the data point: 'higher', 'within'.
         p: p-value of the opposite.
         words: the estimate with its interval.
+        holds_zero: the interval holds 0; False where the test is not one of 0.
     """
 
     way: str
     p: float
     words: str
+    holds_zero: bool = False
 
 
 def times(factor: float, weighted: Weighted) -> Weighted:
@@ -68,8 +70,8 @@ def unpaired(measure: Measure, *wholes: Replicates) -> str:
 def directed(measure: Measure, replicates: Replicates) -> Finding:
     """Test a quantity against 0, two-sided."""
     estimate = measure.estimate(replicates)
-    way = "higher" if estimate.value > 0 else "lower"
-    return Finding(way, estimate.p_value(), measure.estimated(estimate))
+    way, p = "higher" if estimate.value > 0 else "lower", estimate.p_value()
+    return Finding(way, p, measure.effect(estimate), holds_zero=p > ALPHA)
 
 
 def bounded(
@@ -82,7 +84,7 @@ def bounded(
     decides without a further correction (Berger 1982, intersection-union test).
     """
     estimate, bound = measure.estimate(change), measure.estimate(margin)
-    words = f"{measure.estimated(estimate)}, margin {measure.estimated(bound)}"
+    words = f"{measure.effect(estimate)}, margin {measure.effect(bound)}"
     # For the test beyond the margin a change below 0 is turned around.
     sign = -1.0 if two_sided and estimate.value < 0 else 1.0
 
@@ -137,16 +139,42 @@ def conclude(
         f"{label}: {part.way}, {part.words}, Holm p {adjusted[label]:.2g}"
         for label, part in parts.items()
     ]
-    mean = f"{finding.words}{unit}"
-    said = [f"mean {mean}, p {finding.p:.2g}", *each, *beside, measure.sources(estimate)]
+    head = f"in {measure.unit}: " if measure.unit else ""
+    mean = f"{head}mean {finding.words}{unit}, p {finding.p:.2g}"
+    said = [mean, *each, *beside, measure.sources(estimate)]
+    effect = f"{measure.effect(estimate)}{unit}"
     return Verdict(
         outcome,
         "; ".join(filter(None, said)),
-        f"{measure.effect(estimate)}{unit}",
+        effect,
         finding.p,
         f"{len(parts) - len(others)} of {len(parts)} {finding.way}",
         against,
         estimate.holds_seeds,
+        why="" if outcome == "not decided" or against else _why(measure, effect, parts),
+    )
+
+
+def _why(measure: Measure, effect: str, parts: Mapping[str, Finding]) -> str:
+    """Return a sentence on the parts that are not significant alone where the whole is decided.
+
+    'Peak learning rate 0.012 alone shows nothing: 0.52 [-0.1, 1.14], which holds 0. ...'
+    """
+    weak = {label: part for label, part in parts.items() if part.p > ALPHA}
+    if not weak or len(parts) < 2:
+        return ""
+    unit = f" {measure.unit}" if measure.unit else ""
+    study = measure.evidence.study
+    name = study.heading if parts.keys() <= {group.label for group in study.groups} else ""
+    alone = "; ".join(
+        f"{label} alone shows nothing, {part.words}{' holds 0' if part.holds_zero else ''}"
+        for label, part in weak.items()
+    )
+    together = "both" if len(parts) == 2 else f"all {len(parts)}"
+    words = f"{name} {alone}".strip()
+    return (
+        f"{words[0].upper()}{words[1:]}. The verdict is on the mean over"
+        f" {enumeration([*parts])}, {effect}{unit}: {together} together have more data."
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from base.aligned import WIDTH, aligned
+from base.quantities import MILLINATS
 from base.statistics import INTERVAL_LEVEL, holm
 from study.claims.verdict import ALPHA, Claim, Evidence, Verdict, in_words
 from study.content import contents, loaded
@@ -26,7 +27,7 @@ NOTE = (
     " trainings only, so a claim holds or fails in these runs, and is neither supported nor"
     " contradicted. The claims are in our words; their sources are with the verdicts in full."
 )
-EFFECT = f"effect [{INTERVAL_LEVEL:.0%} interval], nats"
+EFFECT = f"effect [{INTERVAL_LEVEL:.0%} interval], {MILLINATS}"
 HEAD = ("claim", "verdict", EFFECT, "Holm p", "runs")
 Judgements = list[tuple[Claim, list[Verdict]]]
 
@@ -58,6 +59,13 @@ class Line(NamedTuple):
     def words(self) -> str:
         """The verdict as it is shown."""
         return in_words(self.outcome, holds_seeds=self.details[0].holds_seeds)
+
+    @property
+    def why(self) -> str:
+        """A sentence where some runs show nothing alone and the verdict is by all; '' elsewhere."""
+        primary = self.details[0]
+        # Holm's correction over the claims may leave open what the claim alone decides.
+        return primary.why if self.outcome == primary.outcome else ""
 
 
 def judge_all(

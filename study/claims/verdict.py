@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from base.grouping import grouped
+from base.quantities import significant
 from base.statistics import INTERVAL_LEVEL
 from quant_eval.estimate import Estimate
 from quant_eval.specs import parse_spec
@@ -48,12 +49,14 @@ class Verdict(NamedTuple):
     Attributes:
         outcome: the verdict itself.
         statistic: in words.
-        effect: its size with an interval, in words; in nats per token unless it says otherwise.
+        effect: its size with an interval, in words; in 10^-3 nats/token unless it says otherwise.
         p: p-value of the test, without a correction for other claims; None where nothing is tested.
         runs: how many runs go the way of the effect, in words: '3 of 4 higher'.
         against: the strongest observation the other way, in words; empty where there is none.
         holds_seeds: the p-value and the interval are for other seeds too.
         measure: name of the quantity.
+        why: a sentence where some of the runs show nothing alone and the mean over all decides;
+            empty elsewhere.
     """
 
     outcome: Outcome
@@ -64,6 +67,7 @@ class Verdict(NamedTuple):
     against: str = ""
     holds_seeds: bool = False
     measure: str = ""
+    why: str = ""
 
     @property
     def words(self) -> str:
@@ -168,23 +172,24 @@ class Measure:
         )
 
     @property
+    def sign(self) -> str:
+        """The sign after a share; nats have theirs in a heading, or once in the line: `unit`."""
+        return "%" if self.figure.is_share else ""
+
+    @property
     def unit(self) -> str:
-        """The unit after a value; a share has its own sign."""
-        return "" if self.figure.is_share else " nats"
+        """The unit that values in words have no sign of; empty for shares."""
+        return "" if self.sign else self.figure.difference_unit
 
     def effect(self, estimate: Estimate) -> str:
-        """Return an estimate with its interval, for a column whose head has the unit."""
-        value, low, high = map(self.figure.signed, (estimate.value, *estimate.interval()))
-        return f"{value} [{low}, {high}]"
-
-    def estimated(self, estimate: Estimate) -> str:
-        """Return an estimate with its interval and unit."""
-        return self.effect(estimate) + self.unit
+        """Return an estimate with its interval, in `unit` or percent."""
+        return self.figure.difference(estimate.value, *estimate.interval()) + self.sign
 
     def sources(self, estimate: Estimate) -> str:
         """Return the standard error by every source, and what the estimate does not hold."""
+        scale = self.figure.difference_scale
         parts = [
-            f"{name} {self.figure.signed(source.standard_error).lstrip('+')}{self.unit}"
+            f"{name} {significant(scale * source.standard_error, 2)}{self.sign}"
             for name, source in estimate.sources.items()
         ]
         words = f"standard errors: {', '.join(parts)}"

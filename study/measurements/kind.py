@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from base.cli import arguments_of
 from base.errors import UserError
+from base.quantities import MILLI, MILLINATS, with_interval
 from ckpt_tools.hf.measured import Read
 from ckpt_tools.hf.results import REMEASURE, read_result
 from study.paths import MeasuredModel, hf_directory, result
@@ -131,9 +132,23 @@ class Column:
         # Without a task its place leaves an empty part, which goes.
         return self.name.format(spec=spec, task=task).replace("//", "/")
 
-    def signed(self, value: float) -> str:
-        """Return a difference in words: '+0.123%' of shares, else '-0.00123' in the unit."""
-        return f"{100 * value:+z.3g}%" if self.is_share else f"{value:+z.3g}"
+    @property
+    def difference_scale(self) -> float:
+        """The factor that differences are shown with: shares in percent, nats in thousandths."""
+        return 100.0 if self.is_share else MILLI if self.unit == NATS else 1.0
+
+    @property
+    def difference_unit(self) -> str:
+        """The unit of differences times that factor, for a heading."""
+        return MILLINATS if self.unit == NATS else self.shown_unit
+
+    def difference(self, value: float, low: float, high: float) -> str:
+        """Return a difference with its interval, in `difference_unit`.
+
+        >>> Column("kl_divergence", unit=NATS).difference(0.000659, 0.000363, 0.000957)
+        '0.66 [0.36, 0.96]'
+        """
+        return with_interval(value, low, high, self.difference_scale)
 
 
 class Reading(NamedTuple):

@@ -60,7 +60,9 @@ def _table(study: Study, axis: Axis, effects: Sequence[Effect]) -> Table:
     figures = [figure for _, figure in measures(study)]
     # The loss stands for the end of training here, not beside a quantization.
     titles = [FINAL_LOSS if figure == CROSS_ENTROPY else figure.title for figure in figures]
-    names = [f"{title}, {figure.shown_unit}" for title, figure in zip(titles, figures, strict=True)]
+    names = [
+        f"{title}, {figure.difference_unit}" for title, figure in zip(titles, figures, strict=True)
+    ]
     head = [axis.title, *names, "pairs of runs"]
     specs, errors = study.quantization.specs, len(study.quantization.measures)
     groups = [("", 2), *((spec_title(spec), errors) for spec in specs), ("", 1)]
@@ -75,11 +77,10 @@ def _cell(effect: Effect | None) -> Cell:
         return Cell(MISSING)
     estimate, figure = effect.estimate, effect.measure.figure
     values = (estimate.value, *estimate.interval())
-    scale = 100 if figure.is_share else 1
-    text, low, high = map(figure.signed, values)
+    text, _, interval = figure.difference(*values).partition(" ")
     p = f"p {estimate.p_value():.2g}" + ("" if estimate.holds_seeds else "*")
-    numbers = (*(scale * value for value in values), estimate.p_value())
-    return Cell(text, f"[{low}, {high}], {p}", numbers=numbers)
+    numbers = (*(figure.difference_scale * value for value in values), estimate.p_value())
+    return Cell(text, f"{interval}, {p}", numbers=numbers)
 
 
 def _counted(counts: Sequence[int]) -> str:
