@@ -20,8 +20,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from base.aligned import wrapped
 from base.errors import UserError
 from base.files import replaced_file
+from base.quantities import with_interval
 from base.statistics import INTERVAL_LEVEL
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
@@ -37,7 +39,7 @@ from study.measurements.quantization import ERRORS
 from study.measurements.titles import spec_title
 from study.paths import last_model, quantization_result
 from study.released import ReleasedRun, is_after_pretraining
-from study.results.summary import RunSummary, summarize
+from study.results.summary import RunSummary, enumeration, summarize
 from study.results.table import read_table, schema_of
 from train.model.config import multiplied_parameters
 
@@ -274,7 +276,7 @@ def _panel(rows: Rows, looks: Runs, measure: Quantity, law: PowerLaw | None, col
 
 
 def write_comparison(studies: Mapping[Path, Study], out: Path) -> Iterator[str]:
-    """Write ends.parquet and ends.csv, and scaling.csv, .png and .pdf; yield what they say.
+    """Write ends.parquet and ends.csv, and scaling.csv, .png and .pdf; yield the laws, then files.
 
     Args:
         studies: by their directories.
@@ -289,24 +291,30 @@ def write_comparison(studies: Mapping[Path, Study], out: Path) -> Iterator[str]:
     out.mkdir(parents=True, exist_ok=True)
     write_ends(out / "ends.parquet", ends, list(studies.values()))
     write_rows(ends, out / "ends.csv")
-    yield f"{out / 'ends.csv'}: {len(ends)} ends of training of {len(studies)} studies"
 
     specs = _common(list(studies.values()))
     laws: dict[str, PowerLaw] = {}
+    refused: dict[str, list[str]] = {}
     for spec in specs:
         for measure in ERRORS:
-            column = measure.of(spec)
+            column, title = measure.of(spec), f"{measure.title} ({spec_title(spec)})"
             try:
                 laws[column] = fit_column(ends, column)
-                words = law_text(laws[column])
+                yield from wrapped(f"{title} ~ {law_text(laws[column])}")
             except UserError as reason:
-                words = f"not fitted: {reason}"
-            yield f"{measure.title} ({spec_title(spec)}): {words}"
+                refused.setdefault(str(reason), []).append(title)
+    # A reason that all errors have is said once.
+    for reason_words, titles in refused.items():
+        what = enumeration(titles) if laws or len(refused) > 1 else "any error"
+        yield from wrapped(f"no scaling law of {what}: {reason_words}")
+    if not specs:
+        yield "no scaling law: the studies share no quantization of every checkpoint"
 
+    yield f"{out / 'ends.csv'}: {len(ends)} ends of training of {len(studies)} studies"
     drawn = scaling(ends, laws, specs)
     if drawn:
         write_figure(drawn, out / "scaling")
-        yield str(out / "scaling.png")
+        yield f"{out / 'scaling.png'}: each error against the size"
 
 
 def _common(studies: Sequence[Study]) -> list[str]:
@@ -327,10 +335,10 @@ def fit_column(ends: Sequence[End], column: str) -> PowerLaw:
 
 
 def law_text(law: PowerLaw) -> str:
-    """Return 'N^-0.31 [-0.4, -0.22], (D/N)^+0.2 [0.1, 0.3], over 6 sizes and budgets'."""
+    """Return 'N^-0.31 [-0.40, -0.22], (D/N)^0.2 [0.1, 0.3], over 6 sizes and budgets'."""
     parts = []
     for name, exponent in law.exponents.items():
-        low, high = exponent.interval(INTERVAL_LEVEL)
         base = f"({name})" if "/" in name else name
-        parts.append(f"{base}^{exponent.value:+.3g} [{low:+.3g}, {high:+.3g}]")
+        interval = exponent.interval(INTERVAL_LEVEL)
+        parts.append(f"{base}^{with_interval(exponent.value, *interval)}")
     return f"{', '.join(parts)}, by least squares over {law.points} sizes and budgets"

@@ -10,7 +10,7 @@ import typer
 
 from base.errors import UserError
 from base.names import take_one_of
-from study.choosing import Root, StudyName, existing
+from study.choosing import Every, Root, StudyName, existing
 
 
 def forecast(
@@ -23,6 +23,7 @@ def forecast(
         list[str] | None,
         typer.Option("--from", metavar="STUDY", help="whose cooldowns are learned from too"),
     ] = None,
+    every: Every = False,
 ) -> None:
     """Show what each run would lose by quantization if it were annealed now.
 
@@ -31,7 +32,7 @@ def forecast(
 
     Example: python -m study forecast olmo2-30m-lr --run lr3e-3 --from tiny
     """
-    from dynamics.forecast.page import NO_FORECAST, MeasuredStudy, forecast_lines, forecast_runs
+    from dynamics.forecast.page import MeasuredStudy, forecast_lines, forecast_runs, projections
     from study.results.collect import diverged_runs, left_out_lines
 
     source = MeasuredStudy.read(*existing(name, root))
@@ -44,9 +45,8 @@ def forecast(
             raise UserError(f"{name} has no run {run}; {take_one_of(run, names)}")
         # A run that is named is forecast even where it has no stable phase of its own.
         runs = [each for each in source.study.runs if each.name == run]
-    for each in runs:
-        typer.echo("\n".join(forecast_lines(source, learned, each)))
-    typer.echo("\n".join([NO_FORECAST, *left_out_lines(source.directory, source.study)]))
+    lines = forecast_lines(source, learned, projections(source, learned, runs), whole=every)
+    typer.echo("\n".join([*lines, *left_out_lines(source.directory, source.study)]))
 
 
 def choose(
@@ -59,6 +59,7 @@ def choose(
             show_default="the lowest that all runs reach",
         ),
     ] = None,
+    every: Every = False,
 ) -> None:
     """Rank peak learning rates and other arms by quantization error and quantized loss.
 
@@ -67,7 +68,7 @@ def choose(
 
     Example: python -m study choose tiny --root runs
     """
-    from dynamics.choices.arms import answers, answers_text
+    from dynamics.choices.arms import answers, answers_lines
     from study.claims.verdict import Evidence
     from study.results.collect import left_out_lines
     from study.results.paired import Paired
@@ -75,8 +76,8 @@ def choose(
 
     directory, study = existing(name, root)
     evidence = Evidence(study, read_table(directory, study), Paired(directory))
-    lines = [answers_text(answers(evidence, loss)), *left_out_lines(directory, study)]
-    typer.echo("\n".join(lines))
+    lines = answers_lines(answers(evidence, loss), whole=every)
+    typer.echo("\n".join([*lines, *left_out_lines(directory, study)]))
 
 
 def cooldowns(

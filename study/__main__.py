@@ -11,6 +11,7 @@ from base.cli import command_group, run_command
 from base.errors import UserError
 from base.frozen import MOST_SECONDS
 from study.choosing import (
+    Every,
     Key,
     Name,
     Profile,
@@ -34,15 +35,14 @@ app = command_group(__doc__)
 
 
 @app.command("list")
-def list_() -> None:
-    """List the recipes, their profiles, and what training the full ones takes.
+def list_(every: Every = False) -> None:
+    """List the recipes, and what training the full ones takes.
 
     Example: python -m study list
     """
-    from base.aligned import wrapped
     from study.recipes.shown import recipe_lines
 
-    typer.echo("\n".join(line for recipe in recipe_lines() for line in wrapped(recipe)))
+    typer.echo("\n".join(recipe_lines(whole=every)))
 
 
 @app.command(cls=TextCommand)
@@ -61,9 +61,7 @@ def show(
     gpu: Annotated[
         str | None, typer.Option(help=f"their kind: {', '.join(GPUS)}", show_default=DEFAULT_GPU)
     ] = None,
-    commands: Annotated[
-        bool, typer.Option("--commands", help="with every command, settings in full, and sources")
-    ] = False,
+    every: Every = False,
 ) -> None:
     """Show what a recipe trains and measures, and what it takes, on one screen.
 
@@ -79,7 +77,7 @@ def show(
     from study.machine.hardware import Hardware, kind_named, planned
     from study.machine.needs import Needs
     from study.machine.prices import Prices
-    from study.recipes.shown import source_lines, summary
+    from study.recipes.shown import heading, source_lines, summary
     from study.step import shown
     from study.steps import steps_of
 
@@ -87,16 +85,20 @@ def show(
     hardware = Hardware(1) if gpus is None else planned(gpus, kind, gpus)
     needs, steps = Needs(study, hardware), steps_of(study)
     on_cpu = study.sized_for == "cpu" and gpus is None and gpu is None
-    costs = core_lines(steps) if on_cpu else price_lines(Prices(needs, steps, kind))
-    layouts = list(estimate_lines(needs)) if gpus else []  # refused before anything is shown
+    prices = Prices(needs, steps, kind)
+    costs = core_lines(steps, whole=every) if on_cpu else price_lines(prices, whole=every)
+    # Refused before anything is shown.
+    layouts = list(estimate_lines(needs, whole=every)) if gpus else []
 
-    lines = [*summary(study, whole=commands), "", *costs]
-    lines += [line for text in (*layouts, disk_line(needs)) for line in wrapped(text)]
-    if commands:
+    takes = [line for text in (*costs, *layouts, disk_line(needs)) for line in wrapped(text)]
+    lines = [*heading(study), *takes, "", *summary(study, whole=every)]
+    if every:
         lines += source_lines(study)
         lines += [f"{step.name}: {shown(step.command, needs.machine(step))}" for step in steps]
     else:
-        lines.append(f"--commands adds all {len(steps)} commands, settings in full, and sources")
+        lines.append(
+            f"--all adds the {len(steps)} steps by kind and by command, settings in full, sources"
+        )
     typer.echo("\n".join(lines))
 
 
@@ -180,6 +182,7 @@ def run(
 def status(
     name: StudyName,
     root: Root = Path("runs"),
+    every: Every = False,
 ) -> None:
     """Show which steps of a study are complete, why the next of each kind is not, and trainings.
 
@@ -190,7 +193,11 @@ def status(
     from study.trainings import progress_lines
 
     directory, study = existing(name, root)
-    lines = [*status_lines(Ledger(directory, steps_of(study))), *progress_lines(directory, study)]
+    ledger = Ledger(directory, steps_of(study))
+    lines = [
+        *status_lines(ledger, whole=every),
+        *progress_lines(directory, study, whole=every),
+    ]
     typer.echo("\n".join(lines))
 
 
@@ -225,36 +232,22 @@ def report(
     claims: Annotated[
         bool,
         typer.Option(
-            "--claims", help="print effects of factors and verdicts on claims, write no report"
+            "--claims", help="print verdicts on claims and effects of factors, write no report"
         ),
     ] = False,
+    every: Every = False,
 ) -> None:
     """Draw the figures and write report.html from table.parquet.
 
     Example: python -m study report tiny --claims
     """
     directory, study = existing(name, root)
+    if every and not claims:
+        raise UserError("--all belongs to --claims: report.html has everything")
     if claims:
-        from study.claims.page import claims_text, judge_all
-        from study.report.parts import parts_of
-        from study.report.tables import effect_tables, effects_text
-        from study.results.collect import left_out_lines
-        from study.results.effects import effects_of
-        from study.results.kinds import kinds_of_study, mixed_in_words
-        from study.results.paired import Paired
-        from study.results.table import read_table
+        from study.report.text import report_lines
 
-        paired, kinds = Paired(directory), kinds_of_study(directory, study)
-        for experiment, part, rows in parts_of(study, read_table(directory, study)):
-            if experiment:
-                typer.echo(f"== {experiment.title} ==\n")
-            effects = effects_of(part, rows, paired)
-            typer.echo("\n".join(effects_text(effect_tables(part, effects))))
-            mixed = mixed_in_words(kinds, [run.name for run in part.runs])
-            judged = judge_all(part, rows, paired, experiment)
-            typer.echo(claims_text(part, judged, " ".join(mixed)))
-        for line in left_out_lines(directory, study):
-            typer.echo(line)
+        typer.echo("\n".join(report_lines(directory, study, whole=every)))
         return
 
     from study.report.report import write_report
@@ -391,6 +384,7 @@ def power(
     difference: Annotated[
         str, typer.Option(metavar="PERCENT%", help="to be decided, of the figure")
     ] = "10%",
+    every: Every = False,
 ) -> None:
     """Show how many seeds, documents and calibration draws decide a difference, with 80% power.
 
@@ -407,7 +401,8 @@ def power(
         raise UserError(f"--difference {difference} is not a share above 0; write it as 10%")
     share = float(difference[:-1]) / 100
     rows = read_table(directory, study)
-    typer.echo("\n".join(power_lines(study, rows, Paired(directory), share)))
+    lines = power_lines(study, rows, Paired(directory), share, whole=every)
+    typer.echo("\n".join(lines))
 
 
 for command in loaded("commands"):

@@ -69,6 +69,8 @@ Key = Annotated[
     ),
 ]
 
+Every = Annotated[bool, typer.Option("--all", help="all of it, beyond one screen")]
+
 
 class TextCommand(TyperCommand):
     """A command whose --text takes every word up to the next option, such as a shell's *.jsonl."""

@@ -23,6 +23,7 @@ METRICS_TAIL_BYTES = 2**16  # some hundred rows
 RANKS_TAIL_BYTES = 2**20  # a report of 4,000 ranks
 # Of the speed: their median does not move with one step that waited for the disk.
 SPEED_ROWS = 20
+ROWS_SHOWN = 8  # trainings at work, on one screen
 STRAGGLER = 1.3  # times the median of the ranks
 PROGRESS = ("step", "tokens", "loss", "tokens/s", "left", "saved")  # the columns of a table
 
@@ -42,6 +43,11 @@ class Training:
     straggler: str | None  # the rank that holds up the others
     silent_seconds: float | None  # since it last logged, by the clock of this machine; None: never
 
+    @property
+    def has_ended(self) -> bool:
+        """It is at its end, or diverged."""
+        return self.ending in ("done", "diverged")
+
     def progress(self, run: RunConfig) -> tuple[str, ...]:
         """Return the cells of a row of PROGRESS."""
         speed, left = self.tokens_per_second, self.left_seconds
@@ -55,15 +61,24 @@ class Training:
         )
 
 
-def progress_lines(study_dir: Path, study: Study) -> list[str]:
-    """Return a table of the trainings that have begun; none before the first."""
+def progress_lines(study_dir: Path, study: Study, *, whole: bool = False) -> list[str]:
+    """Return a table of the trainings that have begun; none before the first.
+
+    Trainings that have ended, and many at once, are numbers below it unless it is the `whole`.
+    """
     trainings = [(run, training_of(study_dir, run)) for run in study.trained]
-    rows = [
-        (run.name, *training.progress(run))
-        for run, training in trainings
-        if training.silent_seconds is not None
-    ]
-    return ["", *aligned([("training", *PROGRESS), *rows])] if rows else []
+    begun = [each for each in trainings if each[1].silent_seconds is not None]
+    if not begun:
+        return []
+    active = [each for each in begun if whole or not each[1].has_ended]
+    shown = active if whole else active[:ROWS_SHOWN]
+    rows = [(run.name, *training.progress(run)) for run, training in shown]
+    table = ["", *aligned([("training", *PROGRESS), *rows])] if rows else []
+
+    ended, more = len(begun) - len(active), len(active) - len(shown)
+    counts = [f"{ended} trainings have ended" * bool(ended), f"{more} more train" * bool(more)]
+    said = "; ".join(filter(None, counts))
+    return [*table, *([f"{said} (--all lists them)"] if said else [])]
 
 
 def training_of(study_dir: Path, run: RunConfig) -> Training:

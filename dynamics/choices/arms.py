@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+from base.aligned import aligned, wrapped
 from base.errors import UserError
+from base.grouping import grouped
+from base.quantities import significant
 from base.statistics import INTERVAL_LEVEL, holm
 from dynamics.claims.data import alike
 from dynamics.mechanism.equal_loss import (
@@ -25,7 +28,7 @@ from dynamics.mechanism.equal_loss import (
 from quant_eval.estimate import Estimate
 from study.axes import amount_name
 from study.claims.finding import times
-from study.claims.verdict import Evidence, Measure, NotTested
+from study.claims.verdict import ALPHA, Evidence, Measure, NotTested
 from study.measurements.kind import Column
 from study.measurements.quantization import QUANTIZED_LOSS
 from study.results.paired import Paired, Weighted
@@ -93,8 +96,8 @@ class Arms(NamedTuple):
 class Answer(NamedTuple):
     """Arms ranked by one quantity.
 
-    `where` is equal loss, tokens or FLOPs, in words. The lowest comes first; without a ranking
-    there is a reason.
+    `where` is equal loss, tokens or FLOPs, in words, and `shared` what the runs have in common that
+    others of the study have not. The lowest comes first; without a ranking there is a reason.
     """
 
     measure: Measure
@@ -102,12 +105,14 @@ class Answer(NamedTuple):
     ranking: list[Ranked]
     reason: str = ""
     title: str = ""
+    shared: str = ""
 
 
 PEAK, ARM = "the peak learning rate", "the arm"
 # What arms may differ in; tokens, data, batch and model are equal.
 ARM_SETTINGS = ("optimizer", "schedule.anneal", "perturbation", "averages")
 FLOPS = "training_flops"
+OTHERS_SHOWN = 2  # in a sentence on the lowest
 SAME_COST = 1e-6  # relative; arms whose FLOPs differ by less cost the same
 
 
@@ -308,7 +313,8 @@ def _answer(
     except NotTested as reason:
         answer = Answer(measure, "not ranked", [], str(reason))
     said = [*shared, answer.where, left_out(measure.evidence.ends, used)]
-    return answer._replace(where=", ".join(filter(None, said)), title=arms.title)
+    where = ", ".join(filter(None, said))
+    return answer._replace(where=where, title=arms.title, shared=", ".join(shared))
 
 
 NOTE = (
@@ -319,60 +325,127 @@ NOTE = (
     " FLOPs before the end of its anneal is compared as it is there: one planned for these FLOPs"
     " would have ended its anneal."
 )
+GROUPS = 4  # of arms, whose choices are on the first screen
 
 
-def headline(rankings: Sequence[Answer]) -> str:
-    """Return the first ranking in a sentence; empty without any."""
-    answer = next((each for each in rankings if each.ranking), None)
-    if answer is None:
-        return ""
-    measure, (best, second, *_) = answer.measure, answer.ranking
-    return (
-        f"{_titled(measure)}, {answer.where}: {answer.title} {best.label} has the lowest,"
-        f" {_value(measure, best.estimate.value)}; {second.label} has"
-        f" {_difference(measure, second)}."
+def choice_of(answer: Answer) -> str:
+    """Return what a ranking chooses, in a sentence: the lowest, if the others differ from it.
+
+    'choose the peak learning rate 0.012 by the quantized loss (GPTQ, 3 bits) at the end of ...'
+    """
+    measure, (best, *others) = answer.measure, answer.ranking
+    alike = [ranked.label for ranked in others if (ranked.p_adjusted or 0) > ALPHA]
+    chosen = f"choose {answer.title} {best.label}"
+    if alike:
+        among = enumeration([best.label, *alike])
+        chosen = f"choose {answer.title} among {among}"
+    if len(alike) == len(others):
+        chosen = f"no choice of {answer.title}"
+    is_loss = measure.figure == QUANTIZED_LOSS
+    unit = "" if measure.sign else " nats/token" if is_loss else f" x {measure.unit}"
+    power = " x 10^-3" if is_loss else ""  # of the differences
+    more = "; ".join(
+        f"{ranked.label} has {measure.effect(excess)}{power} more (Holm p {ranked.p_adjusted:.2g})"
+        for ranked in others[:OTHERS_SHOWN]
+        if (excess := ranked.excess)
     )
+    least = f"{best.label} has {_value(measure, best.estimate.value)}{unit}"
+    doubt = " (no significant difference)" if alike else ""
+    return f"{chosen} by the {measure.title}, {answer.where}: {least}; {more}{doubt}"
+
+
+def first_answers(rankings: Sequence[Answer]) -> list[Answer]:
+    """Return the answers of one group of arms: the best quantized model, and the least error.
+
+    The quantized loss at equal tokens says which model to take, the error at equal full-precision
+    loss which weights quantize best; each by the first spec.
+    """
+    by_loss = [answer for answer in rankings if answer.measure.figure == QUANTIZED_LOSS]
+    by_error = [answer for answer in rankings if answer.measure.figure != QUANTIZED_LOSS]
+    return [answers[0] for answers in (by_loss, by_error) if answers]
 
 
 def choice_line(evidence: Evidence) -> str:
-    """Return the first ranking; empty for a study without arms."""
-    return headline(answers(evidence)) if groups_of(evidence) else ""
+    """Return the choices of the first group of arms in sentences; empty without arms."""
+    if not groups_of(evidence):
+        return ""
+    first, *_ = grouped(answers(evidence), _group).values()
+    return " ".join(f"{_capital(words)}." for words in _choices(first))
 
 
-def answers_text(rankings: Sequence[Answer]) -> str:
-    """Return every ranking as lines, and a note on intervals and tests."""
-    lines = [headline(rankings)]
-    for answer in rankings:
-        title = f"{_titled(answer.measure)}, {answer.where}: {answer.reason}".rstrip()
-        lines += ["", title, *_ranking(answer.measure, answer.ranking)]
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _choices(rankings: Sequence[Answer]) -> list[str]:
+    return [choice_of(answer) for answer in first_answers(rankings) if answer.ranking]
+
+
+def _group(answer: Answer) -> tuple[str, str]:
+    return answer.title, answer.shared
+
+
+def answers_lines(rankings: Sequence[Answer], *, whole: bool = False) -> Iterator[str]:
+    """Yield the choices, and the list that the first rests on; `whole` with every ranking."""
+    groups = list(grouped(rankings, _group).values())
+    for group in groups if whole else groups[:GROUPS]:
+        words = _choices(group) or [
+            f"no choice of {group[0].title}: {first_answers(group)[0].reason}"
+        ]
+        for sentence in words:
+            yield from wrapped(sentence)
+    if len(groups) > GROUPS and not whole:
+        yield f"and {len(groups) - GROUPS} more groups of runs"
+
+    listed = rankings if whole else [each for each in first_answers(groups[0]) if each.ranking][:1]
+    for answer in listed:
+        yield ""
+        yield from wrapped(f"{_titled(answer.measure)}, {answer.where}: {answer.reason}".rstrip())
+        yield from _ranking(answer.measure, answer.ranking)
+    yield ""
+    if not whole:
+        yield "--all adds the rankings by every error and loss, at equal loss, tokens and FLOPs"
+        return
     sources = dict.fromkeys(
         name for answer in rankings for ranked in answer.ranking for name in ranked.estimate.sources
     )
-    return "\n".join([*lines, "", NOTE.format(sources=" and ".join(sources) or "nothing")])
+    yield from wrapped(NOTE.format(sources=enumeration([*sources]) or "nothing"))
 
 
 def _titled(measure: Measure) -> str:
-    """Return the name of a measure with the unit of the values below it."""
-    return f"{measure.title} in nats per token" if measure.unit else measure.title
+    """Return the name of a measure with the unit of the values after it."""
+    if measure.figure == QUANTIZED_LOSS:
+        return f"{measure.title} in nats/token, differences in {measure.unit}"
+    return f"{measure.title} in {measure.unit}" if measure.unit else measure.title
 
 
 def _ranking(measure: Measure, ranking: Sequence[Ranked]) -> Iterator[str]:
-    width = max((len(ranked.label) for ranked in ranking), default=0)
-    digits = len(str(len(ranking)))
-    for number, ranked in enumerate(ranking, 1):
-        low, high = (_value(measure, end) for end in ranked.estimate.interval(INTERVAL_LEVEL))
-        value = f"{_value(measure, ranked.estimate.value)} [{low}, {high}]"
-        yield f"  {number:>{digits}}. {ranked.label:{width}}  {value}" + (
-            f"  {_difference(measure, ranked)}" if ranked.excess else ""
+    rows = [
+        (
+            f"  {number}.",
+            ranked.label,
+            _bounded(measure, ranked.estimate),
+            _difference(measure, ranked) if ranked.excess else "",
         )
+        for number, ranked in enumerate(ranking, 1)
+    ]
+    yield from aligned(rows, right={0})
+
+
+def _bounded(measure: Measure, estimate: Estimate) -> str:
+    """Return a value with its interval; a loss in nats, in which losses are known."""
+    if measure.figure != QUANTIZED_LOSS:
+        return measure.effect(estimate)
+    low, high = (_value(measure, end) for end in estimate.interval(INTERVAL_LEVEL))
+    return f"{_value(measure, estimate.value)} [{low}, {high}]"
 
 
 def _value(measure: Measure, value: float) -> str:
     if measure.figure == QUANTIZED_LOSS:
         return f"{value:.4f}"
-    return f"{100 * value:.3g}%" if measure.figure.is_share else f"{value:.3g}"
+    return f"{significant(measure.figure.difference_scale * value)}{measure.sign}"
 
 
 def _difference(measure: Measure, ranked: Ranked) -> str:
     assert ranked.excess is not None
-    return f"{measure.effect(ranked.excess)}, Holm p {ranked.p_adjusted:.2g}"
+    return f"{measure.effect(ranked.excess)} more, Holm p {ranked.p_adjusted:.2g}"

@@ -4,11 +4,14 @@ The error is the KL divergence: positive whatever the noise, so it has a logarit
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
+from base.aligned import aligned, wrapped
+from base.quantities import MILLI, MILLINATS, significant, with_interval
 from base.statistics import INTERVAL_LEVEL
 from dynamics.forecast.models import (
     LEVEL,
@@ -19,7 +22,7 @@ from dynamics.forecast.models import (
     back_test,
     verdict,
 )
-from study.axes import AnyRun
+from study.axes import AnyRun, amount_name
 from study.claims.verdict import Evidence
 from study.definition import Study
 from study.measurements.quantization import DIVERGENCE
@@ -43,10 +46,12 @@ NOTE = (
     f" |log(forecast / measured)|. Intervals are {LEVEL:.0%}, Student's by the residuals of the"
     " runs that are learned from. Models have at most two coefficients."
 )
-NO_FORECAST = (
-    "No forecast by a model: the learning rate is not known, or there are too few cooldowns of"
-    " other settings, each with its seeds taken as one."
+TOO_FEW = (
+    "the learning rate is not known, or there are too few cooldowns of other settings, each with"
+    " its seeds taken as one"
 )
+WIDE = 3.0  # factor by which an interval is off its middle, from which on it is said in words
+RUNS_SHOWN = 12  # on one screen
 
 
 @dataclass(frozen=True)
@@ -166,28 +171,175 @@ def _starts_anew(run: AnyRun) -> bool:
     return not (run.parent or run.restarts or run.average_of)
 
 
+class Projection(NamedTuple):
+    """A run at a spec as it would end if it were annealed now.
+
+    Attributes:
+        label: of the run.
+        name: of the run.
+        spec: that it is quantized with.
+        target: the cooldown; None where no checkpoint of the stable phase is measured yet.
+        learned: the cooldowns that the forecasts are by.
+        forecasts: by the names of the models that have one.
+        averages: the errors of averages at its start, in lines.
+    """
+
+    label: str
+    name: str
+    spec: str
+    target: Cooldown | None = None
+    learned: Sequence[Cooldown] = ()
+    forecasts: Mapping[str, Forecast] = {}
+    averages: Sequence[str] = ()
+
+
+def projections(
+    source: MeasuredStudy, others: Sequence[MeasuredStudy], runs: Sequence[AnyRun]
+) -> list[Projection]:
+    """Return what each run would lose if annealed from its last stable checkpoint, by spec."""
+    return [
+        _projection(source, others, run, spec)
+        for run in runs
+        for spec in source.study.quantization.specs
+    ]
+
+
+def _projection(
+    source: MeasuredStudy, others: Sequence[MeasuredStudy], run: AnyRun, spec: str
+) -> Projection:
+    label, column = source.study.label_of(run), DIVERGENCE.of(spec)
+    measured = [row for row in source.stable(run) if row.get(column)]
+    # The newest measured checkpoint, as if the rate began to fall right there.
+    start = source.at(run, measured[-1], spec) if measured else None
+    if start is None:
+        return Projection(label, run.name, spec)
+    cooldowns = [each for study in (source, *others) for each in study.cooldowns(spec)]
+    # The end is not known: the median growth of log tokens in those cooldowns is assumed.
+    learned = _teaching(cooldowns, start)
+    growth = median(cooldown.growth for cooldown in learned) if learned else math.log(1 + COOLDOWN)
+    target = replace(start, tokens_end=round(start.tokens * math.exp(growth)))
+    by_model = {model.name: model.forecast(target, learned) for model in MODELS}
+    known = {name: forecast for name, forecast in by_model.items() if forecast}
+    averages = list(_averages(source.rows, measured[-1], run, spec))
+    return Projection(label, run.name, spec, target, learned, known, averages)
+
+
 def forecast_lines(
-    source: MeasuredStudy, others: Sequence[MeasuredStudy], run: AnyRun
+    source: MeasuredStudy,
+    others: Sequence[MeasuredStudy],
+    projected: Sequence[Projection],
+    *,
+    whole: bool = False,
 ) -> Iterator[str]:
-    """Yield what the model would lose if annealed from its last stable checkpoint, by spec."""
-    yield f"{source.study.label_of(run)} ({run.name})"
-    for spec in source.study.quantization.specs:
-        column = DIVERGENCE.of(spec)
-        measured = [row for row in source.stable(run) if row.get(column)]
-        # The newest measured checkpoint, as if the rate began to fall right there.
-        start = source.at(run, measured[-1], spec) if measured else None
-        if start is None:
-            yield f"  {spec_title(spec)}: no checkpoint of the stable phase is measured yet"
-            continue
-        cooldowns = [each for measured in (source, *others) for each in measured.cooldowns(spec)]
-        # The end is not known: the median growth of log tokens in those cooldowns is assumed.
-        learned = _teaching(cooldowns, start)
-        growth = (
-            median(cooldown.growth for cooldown in learned) if learned else math.log(1 + COOLDOWN)
+    """Yield the answer, a table of the first spec, and what has no forecast; `whole` with all."""
+    spec = source.study.quantization.specs[0]
+    shown = [each for each in projected if each.spec == spec and each.target]
+    title = f"KL divergence ({spec_title(spec)})"
+    if shown:
+        cooldowns = [each for study in (source, *others) for each in study.cooldowns(spec)]
+        yield from wrapped(_answer(shown, title))
+        yield from wrapped(_ranked(verdict(back_test(cooldowns))))
+        yield ""
+        yield from _table(shown)
+        yield from wrapped(f"{title}, {MILLINATS}: now, and after the anneal by each model")
+    yield from _without(projected, shown)
+    if not whole:
+        yield "--all adds every spec, every interval, what was learned from, and averages"
+        return
+    for each in projected:
+        if each.target:
+            yield ""
+            yield from _in_full(each, each.target)
+
+
+def _answer(shown: Sequence[Projection], title: str) -> str:
+    """Return the forecasts in a sentence: their range by each model, and how uncertain they are."""
+    who = shown[0].label if len(shown) == 1 else f"{len(shown)} runs"
+    by_model = {
+        model.name: errors
+        for model in MODELS
+        if (
+            errors := [
+                each.forecasts[model.name].error for each in shown if model.name in each.forecasts
+            ]
         )
-        tokens_end = round(start.tokens * math.exp(growth))
-        yield from _of_spec(spec, replace(start, tokens_end=tokens_end), learned)
-        yield from _averages(source.rows, measured[-1], run, spec)
+    }
+    ranges = [
+        f"{_reach(MILLI * error for error in errors)} by {name}"
+        for name, errors in by_model.items()
+    ]
+    factors = [_factor(forecast) for each in shown for forecast in each.forecasts.values()]
+    known = [factor for factor in factors if factor]
+    if not known:
+        uncertain = "; how uncertain is not known: no other cooldown to learn from"
+    elif max(known) >= WIDE:
+        uncertain = f", uncertain by a factor of {_reach(known, 2)}"
+    else:
+        uncertain = ""
+    return f"{who}, if annealed now: {title} of {', '.join(ranges)} ({MILLINATS}){uncertain}"
+
+
+def _reach(values: Iterable[float], digits: int = 3) -> str:
+    """Return the least and the largest of some values, as one where they are alike."""
+    values = list(values)
+    return " to ".join(dict.fromkeys(significant(end(values), digits) for end in (min, max)))
+
+
+def _factor(forecast: Forecast) -> float | None:
+    """Return by which factor an interval is above and below the forecast."""
+    return forecast.interval and forecast.interval[1] / forecast.error
+
+
+def _ranked(words: str) -> str:
+    return words.replace("Not decided: ", "Which model forecasts best is not decided: ")
+
+
+def _table(shown: Sequence[Projection]) -> Iterator[str]:
+    names = [model.name for model in MODELS if any(model.name in each.forecasts for each in shown)]
+    rows = [["run", "at step", "annealed to", "now", *names]]
+    for each in shown[:RUNS_SHOWN]:
+        target = each.target
+        assert target
+        tokens = f"{amount_name(target.tokens_end).upper()} tokens"
+        cells = [_cell(each.forecasts.get(name)) for name in names]
+        rows.append(
+            [each.label, f"{target.step:,}", tokens, significant(MILLI * target.error), *cells]
+        )
+    yield from aligned(rows, right={1})
+    if len(shown) > RUNS_SHOWN:
+        yield f"and {len(shown) - RUNS_SHOWN} more runs"
+
+
+def _cell(forecast: Forecast | None) -> str:
+    """Return a forecast; an interval too wide to read is in the sentence above the table."""
+    if forecast is None:
+        return "-"
+    factor = _factor(forecast)
+    if forecast.interval is None or (factor and factor >= WIDE):
+        return significant(MILLI * forecast.error)
+    return with_interval(forecast.error, *forecast.interval, MILLI)
+
+
+def _without(projected: Sequence[Projection], shown: Sequence[Projection]) -> Iterator[str]:
+    """Yield what has no forecast, each reason once with the runs that it holds for."""
+    unmeasured = dict.fromkeys(each.label for each in projected if not each.target)
+    if unmeasured:
+        what = _of_runs([*unmeasured], {each.label for each in projected})
+        yield from wrapped(
+            f"no forecast of {what}: no checkpoint of its stable phase is measured yet"
+        )
+    lacking: dict[tuple[str, ...], list[str]] = {}
+    for each in shown:
+        silent = tuple(model.name for model in MODELS if model.name not in each.forecasts)
+        if silent:
+            lacking.setdefault(silent, []).append(each.label)
+    for names, labels in lacking.items():
+        what = _of_runs(labels, {each.label for each in shown})
+        yield from wrapped(f"no forecast of {what} by {'; '.join(names)}: {TOO_FEW}")
+
+
+def _of_runs(labels: Sequence[str], every: Collection[str]) -> str:
+    return "any run" if len(labels) == len(every) > 1 else "; ".join(labels)
 
 
 def _teaching(cooldowns: Sequence[Cooldown], target: Cooldown) -> list[Cooldown]:
@@ -199,21 +351,16 @@ def _teaching(cooldowns: Sequence[Cooldown], target: Cooldown) -> list[Cooldown]
     ]
 
 
-def _of_spec(spec: str, target: Cooldown, learned: Sequence[Cooldown]) -> Iterator[str]:
-    yield (
-        f"  {spec_title(spec)}, KL divergence in nats per token: {target.error:.3g} at step"
-        f" {target.step} ({target.tokens:,} tokens); if annealed from there to"
-        f" {target.tokens_end:,} tokens, by {_counted(learned)}"
+def _in_full(projection: Projection, target: Cooldown) -> Iterator[str]:
+    learned = projection.learned
+    yield from wrapped(
+        f"{projection.label} ({projection.name}), {spec_title(projection.spec)}:"
+        f" {significant(MILLI * target.error)} at step {target.step} ({target.tokens:,} tokens); if"
+        f" annealed from there to {target.tokens_end:,} tokens, by {_counted(learned)}"
     )
-    silent = []
-    for model in MODELS:
-        forecast = model.forecast(target, learned)
-        if forecast:
-            yield f"    {model.name:32} {_words(forecast)}"
-        else:
-            silent.append(model.name)
-    if silent:
-        yield f"    no forecast by {'; '.join(silent)}"
+    for name, forecast in projection.forecasts.items():
+        yield f"    {name:32} {_words(forecast)}"
+    yield from projection.averages
 
 
 def _counted(learned: Sequence[Cooldown]) -> str:
@@ -224,10 +371,11 @@ def _counted(learned: Sequence[Cooldown]) -> str:
 
 
 def _words(forecast: Forecast) -> str:
+    error = significant(MILLI * forecast.error)
     if forecast.interval is None:
-        return f"{forecast.error:.3g}  (no other cooldown, so no interval)"
-    low, high = forecast.interval
-    return f"{forecast.error:.3g}  {LEVEL:.0%} interval [{low:.3g}, {high:.3g}]"
+        return f"{error}  (no other cooldown, so no interval)"
+    low, high = (significant(MILLI * end) for end in forecast.interval)
+    return f"{error}  {LEVEL:.0%} interval [{low}, {high}]"
 
 
 def _averages(rows: Sequence[Row], start: Row, run: AnyRun, spec: str) -> Iterator[str]:
@@ -238,8 +386,8 @@ def _averages(rows: Sequence[Row], start: Row, run: AnyRun, spec: str) -> Iterat
         wanted = (start["run"], start["step"], window.name)
         for row in rows:
             if (row["run"], row["step"], row["average"]) == wanted and row.get(column):
-                low, high = row[f"{column}_low"], row[f"{column}_high"]
+                values = (row[column], row[f"{column}_low"], row[f"{column}_high"])
                 yield (
-                    f"    {window.describe()}: {row[column]:.3g} {INTERVAL_LEVEL:.0%} interval"
-                    f" [{low:.3g}, {high:.3g}], measured at step {start['step']}, no forecast"
+                    f"    {window.describe()}: {DIVERGENCE.difference(*values)}, measured at step"
+                    f" {start['step']}, no forecast ({INTERVAL_LEVEL:.0%} interval)"
                 )

@@ -163,7 +163,7 @@ def _why(measure: Measure, effect: str, parts: Mapping[str, Finding]) -> str:
     weak = {label: part for label, part in parts.items() if part.p > ALPHA}
     if not weak or len(parts) < 2:
         return ""
-    unit = f" {measure.unit}" if measure.unit else ""
+    unit = f" x {measure.unit}" if measure.unit else ""
     study = measure.evidence.study
     name = study.heading if parts.keys() <= {group.label for group in study.groups} else ""
     alone = "; ".join(

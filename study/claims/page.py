@@ -1,31 +1,27 @@
-"""All claims with their verdicts, as a table for the report and as text."""
+"""All claims with their verdicts, as lines of a table."""
 
-import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from base.aligned import WIDTH, aligned
 from base.quantities import MILLINATS
 from base.statistics import INTERVAL_LEVEL, holm
 from study.claims.verdict import ALPHA, Claim, Evidence, Verdict, in_words
-from study.content import contents, loaded
+from study.content import loaded
 from study.definition import Study
 from study.experiments import Experiment
 from study.results.paired import Paired
-from study.results.summary import enumeration
 from study.results.table import Row
 
 NOTE = (
-    "Each claim is judged by one primary measure, in a table by its first line: KL divergence (nats"
-    " per token) at the fewest bits where the claim is on the error, and the loss increase where it"
-    " is on training at changed weights. A claim is decided where its"
-    f" effect, over all runs, has p < {ALPHA:.2g} after Holm's correction over the claims with a"
-    " p-value, and no run is significantly the other way after Holm's correction over the runs."
-    " Other measures are secondary: their p-values are not corrected for other claims or measures."
-    f" Intervals are {INTERVAL_LEVEL:.0%}, not corrected, and hold documents, calibration draws and"
-    " seeds. Runs that differ in their seed alone count as one. * no replicates by seed: of these"
-    " trainings only, so a claim holds or fails in these runs, and is neither supported nor"
-    " contradicted. The claims are in our words; their sources are with the verdicts in full."
+    "Each claim is judged by one primary measure: KL divergence at the fewest bits where it is on"
+    " the error, the loss increase where it is on training at changed weights. A claim is decided"
+    f" where its effect, over all runs, has p < {ALPHA:.2g} after Holm's correction over the claims"
+    " with a p-value, and no run is significantly the other way after Holm's correction over the"
+    " runs."
+    " Other measures are secondary, and their p-values uncorrected. Intervals are"
+    f" {INTERVAL_LEVEL:.0%}, not corrected, and hold documents, calibration draws and seeds. Runs"
+    " that differ in their seed alone count as one. * no seeds: of these trainings only, so a claim"
+    " holds or fails in these runs, and is neither supported nor contradicted."
 )
 EFFECT = f"effect [{INTERVAL_LEVEL:.0%} interval], {MILLINATS}"
 HEAD = ("claim", "verdict", EFFECT, "Holm p", "runs")
@@ -125,34 +121,3 @@ def _against(verdicts: list[Verdict]) -> str:
     reverse = {"supported": "contradicted", "contradicted": "supported"}.get(primary.outcome)
     opposed = [verdict for verdict in others if verdict.outcome == reverse]
     return f"{opposed[0].measure}: {opposed[0].effect}" if opposed else ""
-
-
-def claims_text(study_: Study, judged: Judgements, against_all: str = "") -> str:
-    """Return the table of the tested claims as plain text, and what speaks against them.
-
-    `against_all` speaks against every one.
-    """
-    lines, papers = claims_table(judged), enumeration([each.paper for each in contents()])
-    tested = [line for line in lines if line.outcome != "not tested"]
-    untested = [line.claim.name for line in lines if line.outcome == "not tested"]
-    cells = [HEAD, *(line.cells for line in tested)]
-    table = aligned(cells)
-    if untested:
-        table += textwrap.wrap(f"Not tested, for lack of data: {', '.join(untested)}", WIDTH)
-    against = [
-        textwrap.shorten(f"  {line.claim.name}: {line.against}", WIDTH, placeholder=" ...")
-        for line in tested
-        if line.against
-    ]
-    if against_all:
-        against += textwrap.wrap(f"all: {against_all}", WIDTH, subsequent_indent="  ")
-    return "\n".join(
-        [
-            f"Claims of {papers}, by the data of {study_.name}",
-            "",
-            *table,
-            *(["", "What speaks against the effect:", *against] if against else []),
-            "",
-            *textwrap.wrap(NOTE, WIDTH),
-        ]
-    )

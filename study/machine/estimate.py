@@ -23,8 +23,13 @@ from train.planning.speed import GpuHours
 UNKNOWN = "no config.json states the size"  # of a released model
 
 
-def estimate_lines(needs: Needs) -> Iterator[str]:
+LAYOUTS_SHOWN = 2  # on one screen
+
+
+def estimate_lines(needs: Needs, *, whole: bool = True) -> Iterator[str]:
     """Yield what the study takes of `needs.hardware`, of a kind in `train.planning.flops.GPUS`.
+
+    Of many layouts of trainings the first ones, unless it is the `whole`.
 
     Raises:
         UserError: a run fits no layout there.
@@ -35,11 +40,14 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
     for name, training in needs.trainings.items():
         communication = communication_words(training.run, training.ranks)
         layouts.setdefault((_in_words(training), communication), []).append(name)
-    for (layout, communication), names in layouts.items():
+    shown = list(layouts.items())[: None if whole else LAYOUTS_SHOWN]
+    for (layout, communication), names in shown:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield f"  training of {names[0]}{more}: {layout}"
         if communication:
             yield f"    communication: {communication}"
+    if len(shown) < len(layouts):
+        yield f"  and {len(layouts) - len(shown)} more layouts of trainings"
     for kind in sorted(HESSIAN):
         step = next((step for step in steps_of(study) if step.kind == kind), None)
         if step:
@@ -52,19 +60,29 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
         yield "  several nodes: start it with python -m slurm; the commands are for one"
 
 
-def price_lines(prices: Prices) -> Iterator[str]:
-    """Yield a table of the steps by kind with their GPU-hours, the total and the longest chain."""
+def price_lines(prices: Prices, *, whole: bool = True) -> Iterator[str]:
+    """Yield the GPU-hours of all steps and the longest chain; `whole` with a table by kind."""
     by_kind = list(prices.by_kind())
     known = [price.hours for price in by_kind if price.hours]
     on_gpus = [price for price in by_kind if price.gpus[1]]
     is_whole = all(price.hours for price in on_gpus)
 
-    rows = [("steps", "", "GPUs each", f"{prices.gpu.upper()}-hours")]
+    total = GpuHours(*map(sum, zip(*known, strict=True))) if is_whole else None
+    unit = f"{prices.gpu.upper()}-hours"
+    if not whole:
+        training = next((price.hours for price in on_gpus if price.kind == "train"), None)
+        of_it = f", {training.expected:,.3g} of them training" if training else ""
+        hours = f"{total} {unit}{of_it}" if total else f"unknown {unit}: {UNKNOWN}"
+        yield f"takes {hours} (estimate)"
+        if total and prices.needs.hardware.gpus:
+            yield from _wall_clock(prices, total)
+        return
+
+    rows = [("steps", "", "GPUs each", unit)]
     for price in on_gpus:
         hours = UNKNOWN if price.hours is None else str(price.hours)
         gpus = "-".join(map(str, dict.fromkeys(price.gpus)))
         rows.append((price.kind, str(price.steps), gpus, hours))
-    total = GpuHours(*map(sum, zip(*known, strict=True))) if is_whole else None
     rows.append(("in all", "", "", str(total or UNKNOWN)))
     yield from aligned(rows, right={1, 2})
     yield from wrapped(_without_gpus(by_kind))
@@ -87,18 +105,23 @@ def _wall_clock(prices: Prices, total: GpuHours) -> Iterator[str]:
     yield from wrapped(f"longest chain: {hours:,.3g} hours: {names}")
 
 
-def core_lines(steps: Sequence[Step]) -> Iterator[str]:
-    """Yield a table of the steps by kind with the core-hours that such steps are expected to take.
+def core_lines(steps: Sequence[Step], *, whole: bool = True) -> Iterator[str]:
+    """Yield the core-hours that such steps are expected to take; `whole` as a table by kind.
 
     They are what the small models of the demo took of two cores, which a study corrects as it runs.
     """
+    by_demo = "what the demo's models took of a machine with two cores"
+    if not whole:
+        hours = sum(step.expected_seconds * step.slots for step in steps) / HOUR
+        yield f"takes {hours:.2g} core-hours (estimate: {by_demo})"
+        return
     rows, total = [("steps", "", "core-hours")], 0.0
     for kind, alike in grouped(steps, lambda step: step.kind).items():
         taken = sum(step.expected_seconds * step.slots for step in alike) / HOUR
         rows.append((kind, f"{len(alike)}", f"{taken:.2g}"))
         total += taken
     yield from aligned([*rows, ("in all", f"{len(steps)}", f"{total:.2g}")], right={1, 2})
-    yield "estimates: what the demo's models took of a machine with two cores"
+    yield f"estimates: {by_demo}"
 
 
 def disk_line(needs: Needs) -> str:

@@ -7,12 +7,14 @@ SLURM and status all ask here.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from base.aligned import wrapped
 from base.errors import UserError
 from base.files import sha256_of, write_json
+from base.grouping import grouped
 from base.reading import read_object, read_sealed
 from ckpt_tools.hf.directory import DOWNLOAD_JSON, LINEAGE_JSON, RESULT_JSON
 from study.paths import MLFLOW_STORE
@@ -284,17 +286,27 @@ def gone(output: Path, kind: str) -> Path | None:
     return None
 
 
-def status_lines(ledger: Ledger) -> Iterator[str]:
-    """Yield a line per kind of step, and which runs diverged; steps left out are none to wait for.
+FILES_SHOWN = 3  # damaged ones, and runs that diverged, on one screen
 
-    Of each kind the first step that is open, and why; then every damaged file.
+
+def status_lines(ledger: Ledger, *, whole: bool = False) -> Iterator[str]:
+    """Yield how many steps are complete, the kinds that are, and a line per other kind.
+
+    Of those the first step that is open, and why; then damaged files and runs that diverged. Steps
+    left out are none to wait for. `whole` is with a line for every kind and every file.
     """
     steps = list(ledger.steps.values())
     complete, left_out = ledger.complete_steps(), ledger.steps_left_out()
     ended = complete | left_out.keys()
-    for kind in dict.fromkeys(step.kind for step in steps):
-        of_kind = [step for step in steps if step.kind == kind]
-        line = f"{kind:10} {sum(step.name in complete for step in of_kind)}/{len(of_kind)}"
+    yield f"{len(complete)}/{len(steps)} steps complete in {ledger.directory}"
+
+    by_kind = grouped(steps, lambda step: step.kind)
+    done = [] if whole else [k for k, each in by_kind.items() if _names(each) <= complete]
+    if done:
+        yield from wrapped(f"complete: {', '.join(f'{k} {len(by_kind[k])}' for k in done)}")
+    for kind in [kind for kind in by_kind if kind not in done]:
+        of_kind = by_kind[kind]
+        line = f"{kind:10} {len(_names(of_kind) & complete)}/{len(of_kind)}"
         reasons = [left_out[step.name] for step in of_kind if step.name in left_out]
         if reasons:
             line += f"  {left_out_words(reasons)}"
@@ -303,14 +315,25 @@ def status_lines(ledger: Ledger) -> Iterator[str]:
             awaited = [f"waits for {name}" for name in first.after if name not in ended]
             line += f"  next: {first.name}: {awaited[0] if awaited else ledger.reason(first)}"
         yield line
-    for words in dict.fromkeys(ledger.damage(step) for step in steps):
-        if words:
-            yield f"damaged: {words}"
-    for step in steps:
-        status = ledger.divergence(step)
-        if status:
-            yield f"{status.words}; that is a result, it is not trained again"
-    yield f"{len(complete)}/{len(steps)} steps complete in {ledger.directory}"
+
+    damaged = [f"damaged: {words}" for step in steps if (words := ledger.damage(step))]
+    yield from _first(damaged, "damaged files", whole)
+    diverged = [status.words for step in steps if (status := ledger.divergence(step))]
+    again = "that is a result, it is not trained again"
+    yield from _first([f"{words}; {again}" for words in diverged], "that diverged", whole)
+
+
+def _names(steps: Iterable[Step]) -> set[str]:
+    return {step.name for step in steps}
+
+
+def _first(lines: Iterable[str], what: str, whole: bool) -> Iterator[str]:
+    """Yield different lines, of many the first and how many more there are."""
+    lines = list(dict.fromkeys(lines))
+    shown = lines if whole else lines[:FILES_SHOWN]
+    yield from shown
+    if len(shown) < len(lines):
+        yield f"and {len(lines) - len(shown)} more {what}; --all names them"
 
 
 def left_out_words(reasons: list[str]) -> str:

@@ -6,15 +6,16 @@ The cost is hours of one GPU by the roofline, expected and their range.
 import string
 from collections.abc import Iterator, Mapping
 from itertools import chain, count, product
+from textwrap import shorten
 
-from base.aligned import aligned, wrapped
+from base.aligned import WIDTH, aligned, wrapped
 from base.frozen import in_words
 from study.axes import amount_name
-from study.definition import AnySettings, Study
-from study.measurements.quantization import QuantizationSettings
+from study.definition import Study
 from study.recipes.parts import PROFILES
 from study.recipes.resolve import named_recipe, recipe_names, resolve
 from study.released import ReleasedRun
+from study.results.summary import enumeration
 from study.text_kinds import PreparedText, Text
 from train.planning import speed
 from train.planning.flops import GPUS, GPUS_PER_NODE
@@ -22,7 +23,7 @@ from train.planning.speed import GpuHours
 from train.run.config import RunConfig
 from train.run.schedules import first_step, perturbed_in_words
 
-RUNS_SHOWN, METHODS_SHOWN = 18, 6  # on one screen
+RUNS_SHOWN, SCHEDULES_SHOWN = 6, 2  # on one screen
 NUMBERS = {"to step", "tokens", "checkpoints", "revisions"}  # columns of them
 
 
@@ -42,33 +43,49 @@ def gpu_hours(study: Study) -> GpuHours:
     return speed.gpu_hours(layouts, gpus_per_node=GPUS_PER_NODE, gpu=GPUS["h100"])
 
 
-def recipe_lines() -> Iterator[str]:
-    """Yield a line per recipe: its profiles, what it is, and what training it takes."""
+def recipe_lines(*, whole: bool = False) -> Iterator[str]:
+    """Yield a line per recipe: the training it takes, and what it is, in the `whole` of it."""
+    rows = [("recipe", "tokens", "H100-hours", "")]
     for name in recipe_names():
         recipe = named_recipe(name)
-        head = f"{name} ({', '.join(PROFILES)})"
         if recipe.takes_settings:
-            yield f"{head}: {recipe.description} [nothing is trained]"
+            rows.append((name, "none", "none", recipe.description))
             continue
         study = resolve(name)
-        cost = f"{amount_name(trained_tokens(study)).upper()} tokens"
-        if study.sized_for != "cpu":
-            cost += f", {gpu_hours(study)} H100-hours of training"
-        yield f"{head}: {study.description} [{cost}]"
+        hours = "on CPU" if study.sized_for == "cpu" else f"{gpu_hours(study).expected:,.3g}"
+        tokens = amount_name(trained_tokens(study)).upper()
+        rows.append((name, tokens, hours, study.description))
+    if whole:
+        for name, tokens, hours, description in rows[1:]:
+            cost = f"{tokens} tokens, training {hours}" + " H100-hours" * hours[0].isdigit()
+            yield from _wrapped(f"{name} ({', '.join(PROFILES)})", f"{description} [{cost}]")
+        return
+    head = aligned([row[:3] for row in rows], right={1, 2})
+    width = WIDTH - max(map(len, head)) - 2
+    for left, (*_, description) in zip(head, rows, strict=True):
+        yield f"{left}  {shorten(description, width, placeholder=' ...')}".rstrip()
+    yield f"Each has the profiles {' and '.join(PROFILES)}; --all has what each is, in full"
+
+
+def heading(study: Study) -> list[str]:
+    """Return the name of a study and what it is."""
+    return _wrapped(study.name, study.description)
 
 
 def summary(study: Study, *, whole: bool = False) -> Iterator[str]:
-    """Yield what a study trains and measures; `whole` with all runs, specs and files of text."""
-    yield from _wrapped(study.name, study.description)
-    yield ""
-    yield from _run_table(study, None if whole else RUNS_SHOWN)
+    """Yield what a study trains and measures; `whole` with all runs, settings and files of text."""
+    yield from _run_table(study, whole)
+    if not whole:
+        yield _line("text", _text_words(study.text, whole))
+        yield from _wrapped("measured", _measured_in_brief(study))
+        return
     yield ""
     if study.experiments:
         titles = (experiment.title for experiment in study.experiments)
         yield from _wrapped("experiments", "; ".join(titles))
     yield from _wrapped("text", _text_words(study.text, whole))
     for part, settings in study.measured_by.items():
-        words = in_words(settings if whole else _brief(settings), defaults=False)
+        words = in_words(settings, defaults=False)
         yield from _wrapped(part, words or "by default settings")
     averages = dict.fromkeys(average.name for run in study.trained for average in run.averages)
     if averages and study.averaged_steps:
@@ -93,13 +110,25 @@ def _text_words(text: Text, whole: bool) -> str:
     return "; ".join((f"prepared with the tokenizer of {text.tokenizer}", *words))
 
 
-def _brief(settings: AnySettings) -> AnySettings:
-    """Return settings with the first specs alone where they are many."""
-    if not isinstance(settings, QuantizationSettings) or len(settings.methods) <= METHODS_SHOWN:
-        return settings
-    more = f"and {len(settings.methods) - METHODS_SHOWN} more"
-    # Unchecked: the last of them is no spec.
-    return settings.model_copy(update={"methods": (*settings.methods[:METHODS_SHOWN], more)})
+def _measured_in_brief(study: Study) -> str:
+    """Return what is measured by name, with how much there is of it."""
+    quantization = study.quantization
+    words = [f"{', '.join(quantization.specs)} of every checkpoint"]
+    if quantization.methods:
+        words.append(f"{len(quantization.methods)} more methods at the end")
+    words += [part for part in study.measured_by if part != "quantization"]
+    counts = {
+        "experiments": len(study.experiments),
+        "averages kept in training": len({a.name for run in study.trained for a in run.averages}),
+        "soups": len(study.soups),
+        "planes": len(study.planes),
+    }
+    return ", ".join([*words, *(f"{count} {what}" for what, count in counts.items() if count)])
+
+
+def _line(name: str, text: str) -> str:
+    """Return what of a paragraph fits into one line."""
+    return shorten(f"{name}: {text}", WIDTH, placeholder=" ...")
 
 
 def source_lines(study: Study) -> Iterator[str]:
@@ -112,13 +141,13 @@ def _wrapped(name: str, text: str) -> list[str]:
     return wrapped(f"{name}: {text}")
 
 
-def _run_table(study: Study, runs_shown: int | None) -> Iterator[str]:
-    """Yield a line per run, and then what the lines stand for."""
+def _run_table(study: Study, whole: bool) -> Iterator[str]:
+    """Yield a line per run, of seeds the first and of many runs some; and what the lines say."""
+    runs = study.runs if whole else [group.runs[0] for group in study.groups]
     schedules = dict.fromkeys(map(_schedule, study.trained))
     letters = dict(zip(schedules, _letters(), strict=False))
     rows = [
-        _released(run) if isinstance(run, ReleasedRun) else _trained(run, letters)
-        for run in study.runs
+        _released(run) if isinstance(run, ReleasedRun) else _trained(run, letters) for run in runs
     ]
     # What all runs share is said once, below the table.
     columns = list(dict.fromkeys(chain.from_iterable(rows)))
@@ -130,20 +159,24 @@ def _run_table(study: Study, runs_shown: int | None) -> Iterator[str]:
     }
     varying = [column for column in columns if column not in shared]
 
-    shown = rows[:runs_shown]
+    shown = rows if whole else rows[:RUNS_SHOWN]
     body = [[row.get(column, "") for column in varying] for row in shown]
     right = {index for index, column in enumerate(varying) if column in NUMBERS}
     yield from aligned([varying, *body], right)
     if len(shown) < len(rows):
-        yield f"and {len(rows) - len(shown)} more; --commands lists all"
+        yield f"and {len(rows) - len(shown)} more"
+    if len(runs) < len(study.runs):
+        seeds = sorted({run.seed for run in study.trained})
+        yield f"each with seeds {enumeration(list(map(str, seeds)))}: {len(study.runs)} runs in all"
     said = [f"{column} {value}" for column, value in shared.items() if value]
     if said:
         yield from _wrapped("all runs", ", ".join(said))
     named = {row.get("schedule") for row in shown}
-    for words, letter in letters.items():
-        if letter in named:
-            yield from _wrapped(f"schedule {letter}", words)
-    for words in dict.fromkeys(filter(None, map(perturbed_in_words, study.trained))):
+    schedules = [(letter, words) for words, letter in letters.items() if letter in named]
+    for letter, words in schedules if whole else schedules[:SCHEDULES_SHOWN]:
+        yield from _wrapped(f"schedule {letter}", words)
+    perturbed = list(dict.fromkeys(filter(None, map(perturbed_in_words, study.trained))))
+    for words in perturbed if whole else perturbed[:1]:
         yield from _wrapped("perturbed", words)
 
 

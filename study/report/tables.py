@@ -1,6 +1,5 @@
 """Tables of the report: effects of the factors, and figures of the ends of training."""
 
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -36,8 +35,6 @@ from study.results.effects import Effect, Measured, measures
 from study.results.paired import Paired
 from study.results.summary import RunSummary, enumeration
 from study.results.table import Row
-
-WIDTH = 110
 
 
 def effect_tables(study: Study, effects: Mapping[str, Sequence[Effect]]) -> list[Table]:
@@ -105,20 +102,6 @@ def _note(study: Study, axis: Axis, effects: Sequence[Effect]) -> str:
             " difference too."
         )
     return note
-
-
-def effects_text(tables: Sequence[Table]) -> Iterator[str]:
-    """Yield the tables as plain text: a paragraph per comparison, a line per measure."""
-    for table in tables:
-        yield table.title
-        for line in table.body:
-            yield f"{line[0].text}:"
-            names = table.columns[1:-1]
-            width = max(map(len, names))
-            for name, shown in zip(names, line[1:-1], strict=True):
-                yield f"  {name:{width}}  {shown.text} {shown.interval}".rstrip()
-        yield from textwrap.wrap(table.note, WIDTH)
-        yield ""
 
 
 FINAL_LOSS = "final loss"

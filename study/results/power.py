@@ -12,8 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import nctdtr, stdtrit
 
+from base.aligned import aligned, wrapped
 from base.errors import UserError
 from base.grouping import grouped
+from base.quantities import MILLINATS, significant
 from base.statistics import INTERVAL_LEVEL
 from quant_eval.estimate import (
     AXES,
@@ -29,6 +31,7 @@ from quant_eval.estimate import (
     sources_of,
 )
 from study.definition import Study
+from study.measurements.kind import Column
 from study.measurements.quantization import DIVERGENCE, ERRORS
 from study.measurements.titles import spec_title
 from study.results.paired import Paired, Weighted, runs_of
@@ -176,8 +179,92 @@ ROUNDING = 1e-8  # of the largest variance: none
 MORE_DOCUMENTS, DRAWS_SHOWN = (1, 2, 4), (3, 5, 10)
 
 
-def power_lines(study: Study, rows: Rows, paired: Paired, share: float) -> Iterator[str]:
-    """Yield a table per figure and comparison, for a difference of that share of the figure.
+class Question(NamedTuple):
+    """A comparison with a figure, and what a difference of a share of the figure takes.
+
+    Attributes:
+        what: is compared, in words.
+        figure: by which.
+        size: the figure itself, in the mean.
+        difference: to be decided.
+        components: the variances that the comparisons over seeds show.
+        left_out: in words, the runs without a partner.
+    """
+
+    what: str
+    figure: Column
+    size: float
+    difference: float
+    components: Components
+    left_out: list[str]
+
+    def seeds(self, more_documents: int = 1, draws: int | None = None) -> str:
+        """Return the seeds that decide it, in words; at the draws at hand by default."""
+        plan = self.components.plan
+        least = self.components.least_seeds(
+            self.difference, more_documents * plan.documents, draws or plan.draws
+        )
+        return str(least or f">{MOST_SEEDS}")
+
+
+def power_lines(
+    study: Study, rows: Rows, paired: Paired, share: float, *, whole: bool = False
+) -> Iterator[str]:
+    """Yield the seeds that a difference of that share of a figure takes, then a table of them.
+
+    `whole` is with the variances of every figure.
+
+    Raises:
+        UserError: as `_questions`.
+    """
+    questions = list(_questions(study, rows, paired, share))
+    shown = [question for question in questions if question.figure == ERRORS[0]]
+    plan, spec = shown[0].components.plan, spec_title(study.quantization.specs[0])
+    answers = [f"{question.seeds()} seeds ({question.what})" for question in shown]
+    yield from wrapped(
+        f"a difference of {100 * share:g}% takes {', '.join(answers)}; {study.name} has"
+        f" {plan.seeds}"
+    )
+    yield ""
+    yield from _overview(shown)
+    yield from wrapped(
+        f"seeds for {POWER:.0%} power at p {1 - INTERVAL_LEVEL:.2g}, of the {shown[0].figure.title}"
+        f" ({spec}); it is in {MILLINATS}; now: {plan.seeds} seeds, {plan.documents} documents,"
+        f" {plan.draws} calibration draws"
+    )
+    for words in dict.fromkeys(words for question in shown for words in question.left_out):
+        yield from wrapped(words)
+    if not whole:
+        yield "--all adds other errors, the variance by source, and every number of documents"
+        return
+    for question in questions:
+        yield ""
+        yield f"{question.figure.title} ({spec}), {question.what}: {100 * share:g}% of" + (
+            f" {significant(question.figure.difference_scale * question.size)}"
+            f" {question.figure.difference_unit}"
+        )
+        yield from _table(question.components, question.difference, question.size)
+        yield from (f"  {words}" for words in question.left_out)
+
+
+def _overview(questions: Sequence[Question]) -> Iterator[str]:
+    """Yield a line per comparison: the figure, the power at hand, and the seeds that decide."""
+    plan = questions[0].components.plan
+    # Draws matter to methods that calibrate alone.
+    several = frozenset({DRAWS}) in questions[0].components.variances
+    most = DRAWS_SHOWN[-1]
+    head = ["comparison", "figure", "power now", "seeds", f"with {MORE_DOCUMENTS[-1]}x documents"]
+    rows = [head + [f"with {most} draws"] * several]
+    for each in questions:
+        power = each.components.power(each.difference, plan)
+        figure = significant(each.figure.difference_scale * each.size)
+        cells = [each.what, figure, f"{power:.0%}", each.seeds(), each.seeds(MORE_DOCUMENTS[-1])]
+        rows.append(cells + [each.seeds(draws=most)] * several)
+    yield from aligned(rows, right={1, 2, 3, 4, 5})
+
+
+def _questions(study: Study, rows: Rows, paired: Paired, share: float) -> Iterator[Question]:
+    """Yield every comparison with every figure.
 
     Raises:
         UserError: nothing is compared over two seeds yet.
@@ -202,11 +289,9 @@ def power_lines(study: Study, rows: Rows, paired: Paired, share: float) -> Itera
             components = components_of(
                 [paired.crossed(comparison, spec, figure) for comparison in comparisons]
             )
-            yield f"{figure.title} ({spec_title(spec)}), {what}: {100 * share:g}% of {size:.4g}"
-            yield from _table(components, share * size, size)
-            yield from dict.fromkeys(
-                f"  {words}" for each in comparisons if (words := left_out(ends, runs_of(each)))
-            )
+            lacking = [left_out(ends, runs_of(each)) for each in comparisons]
+            lacking = [*dict.fromkeys(filter(None, lacking))]
+            yield Question(what, figure, size, share * size, components, lacking)
 
 
 def _compared(ends: Sequence[RunSummary], column: str) -> dict[str, list[list[Weighted]]]:
@@ -262,7 +347,7 @@ def _table(components: Components, difference: float, size: float) -> Iterator[s
         for effect, variance in components.variances.items()
         if variance > least
     )
-    yield f"  standard deviation by source: {deviations or 'none'}"
+    yield from wrapped(f"  standard deviation by source: {deviations or 'none'}")
     error = components.estimate(difference, at_hand).standard_error
     yield (
         f"  {seeds} seeds, {documents} documents and {draws} draws, as at hand: standard error"

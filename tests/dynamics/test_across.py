@@ -146,7 +146,12 @@ def test_a_planted_exponent_is_found_in_studies_of_three_sizes(studies, tmp_path
     exponents = fit(points).exponents
     for name, truth in ((PARAMETERS, OF_SIZE), (PER_PARAMETER, OF_RATIO)):
         assert abs(exponents[name].value - truth) < 2 * exponents[name].standard_error
-    assert any(f"N^{exponents[PARAMETERS].value:+.3g}" in line for line in lines)
+    law = f"KL divergence (GPTQ, 3 bits, groups of 32) ~ N^{exponents[PARAMETERS].value:.2f} ["
+    assert lines[0].startswith(law)
+    assert lines[-2:] == [
+        f"{tmp_path / 'ends.csv'}: 6 ends of training of 3 studies",
+        f"{tmp_path / 'scaling.png'}: each error against the size",
+    ]
 
     with (tmp_path / "ends.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -158,7 +163,7 @@ def test_a_planted_exponent_is_found_in_studies_of_three_sizes(studies, tmp_path
 def test_one_size_is_a_table_and_a_figure_without_a_law(studies, tmp_path):
     first = dict([next(iter(studies.items()))])
     lines = list(write_comparison(first, tmp_path))
-    assert any("not fitted: 1 of 3 sizes" in line for line in lines)
+    assert lines[0].startswith("no scaling law of any error: 1 of 3 sizes")
     assert (tmp_path / "scaling.png").exists()
 
 

@@ -15,6 +15,7 @@ from dynamics.claims.sweep import kendall
 from study.claims import page
 from study.claims.verdict import Evidence
 from study.design import with_controls
+from study.report.text import claims_lines
 from study.results.paired import Paired
 from tests.present import present
 from tests.study.claimed import (
@@ -147,7 +148,7 @@ def test_why_a_peak_that_shows_nothing_is_no_objection(tmp_path):
     alone, mean = 4400 * np.mean(RISES[0]), 4400 * np.mean([*RISES.values()])
     sentence = re.fullmatch(
         r"Peak learning rate 0\.001 alone shows nothing, (\S+) \[(\S+), (\S+)\] holds 0\. The"
-        r" verdict is on the mean over 0\.001 and 0\.002, (\S+) \[(\S+), (\S+)\] 10\^-3 nats/token:"
+        r" verdict is on the mean over 0\.001 and 0\.002, (\S+) \[(\S+), (\S+)\] x 10\^-3 nats/token:"
         r" both together have more data\.",
         lines["surge"].why,
     )
@@ -319,9 +320,16 @@ def test_claims_are_corrected_for_their_number(tmp_path):
 def test_the_table_is_short(tmp_path):
     rows = rows_of(tmp_path, PEAKS, along(0.001, 0.01))
     judged = page.judge_all(PEAKS, rows, Paired(tmp_path))
-    text = page.claims_text(PEAKS, judged)
-    assert max(map(len, text.splitlines())) <= 120
-    assert text.splitlines().index("") + 25 > text.splitlines().index("", 2)
+    lines = page.claims_table(judged)
+    text = list(claims_lines(lines))
+    assert max(map(len, text)) <= 100
+    assert len(text) <= 20
+    tested = [line.claim.sentence for line in lines if line.outcome != NONE]
+    assert [line[:44].strip() for line in text[1 : 1 + len(tested)]] == tested
+    every = list(claims_lines(lines, whole=True))
+    assert max(map(len, every)) <= 110
+    assert every[: len(tested) + 1] != text[: len(tested) + 1], "with the runs"
+    assert sum(line.startswith("  KL divergence (GPTQ") for line in every) >= len(tested) - 1
     assert all(len(claim.sentence) <= 44 for claim, _ in judged)
 
 

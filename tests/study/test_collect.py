@@ -305,10 +305,14 @@ def test_a_diverged_run_stops_nothing_else_and_is_not_trained_again(hot, capsys)
     assert run_steps(hot, chain()).complete == MADE
     assert len(order(hot)) == len(MADE)
     lines = list(status_lines(Ledger(hot, chain())))
-    assert lines[0] == "train      2/3  1 left out: hot diverged at step 3"
-    assert lines[1] == "test       4/8  4 left out: hot diverged at step 3"
-    assert lines[3].startswith("hot diverged at step 3: not finite: loss nan; that is a result")
-    assert lines[4] == f"7/12 steps complete in {hot}"
+    assert lines == [
+        f"7/12 steps complete in {hot}",
+        "complete: collect 1",
+        "train      2/3  1 left out: hot diverged at step 3",
+        "test       4/8  4 left out: hot diverged at step 3",
+        "hot diverged at step 3: not finite: loss nan; that is a result, it is not trained again",
+    ]
+    assert "collect    1/1" in list(status_lines(Ledger(hot, chain()), whole=True))
 
     # another configuration is another run
     steps = chain(count=2, identity="ef" * 8)

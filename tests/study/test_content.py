@@ -1,18 +1,20 @@
 """The content that the engine finds by its places: that of the paper, and of any other package."""
 
+import re
 import sys
 from types import ModuleType
 
 import pytest
 
 from study import content
-from study.claims.page import claims_text, judge_all
+from study.claims.page import claims_table, judge_all
 from study.claims.verdict import Claim, Evidence, Verdict, claim
 from study.content import Content, contents, loaded, recipe_places
 from study.figures.canvas import Canvas
 from study.figures.charts import Quantity, marks, panel
 from study.figures.figure import Drawn, Figure, draw_all, drawn, figure, figures_of
 from study.recipes.resolve import named_recipe, recipe_names, resolve
+from study.report.text import claims_lines, summary_of
 from study.results.paired import Paired
 from study.results.table import read_table
 from tests.study import mine
@@ -71,14 +73,18 @@ def test_the_engine_runs_the_content_of_another_package(other_paper, collected_d
     assert recipe_names() == ("rate-and-decay",)
     assert resolve("rate-and-decay", "smoke").name == "rate-and-decay-smoke"
     listed = printed("list")
-    assert listed.startswith("rate-and-decay (full, smoke): Peak learning rate x weight decay")
-    assert listed.count("(full, smoke)") == 1
+    head, recipe, profiles = listed.splitlines()
+    assert head.split() == ["recipe", "tokens", "H100-hours"]
+    assert re.fullmatch(r"rate-and-decay +\S+ +on CPU  Peak learning rate x weight decay.*", recipe)
+    assert profiles == "Each has the profiles full and smoke; --all has what each is, in full"
 
     rows = read_table(collected_dir, study)
-    judged = judge_all(study, rows, Paired(collected_dir))
-    text = claims_text(study, judged)
-    assert text.startswith("Claims of another paper, by the data of tiny")
-    assert "Steps rise  supported" in text
+    lines = claims_table(judge_all(study, rows, Paired(collected_dir)))
+    assert summary_of(lines) == "1 of 1 claims supported"
+    head, line, _ = claims_lines(lines)
+    assert re.fullmatch(r"claim of another paper +verdict +effect +Holm p", head)
+    assert line.startswith("Steps rise")
+    assert "supported" in line
 
     assert [each.name for each in figures_of(study)] == ["steps"]
     (shown,), empty = draw_all(Canvas(study, rows, collected_dir))

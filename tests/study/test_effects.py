@@ -15,12 +15,12 @@ from study.recipes.resolve import resolve
 from study.report.cells import Bounded, Cell, Table, cell, csv_rows, write_tables
 from study.report.tables import (
     effect_tables,
-    effects_text,
     end_table,
     heat_tables,
     method_table,
     step_table,
 )
+from study.report.text import effects_lines
 from study.results.effects import Effect, effects_of
 from study.results.paired import Paired
 from study.results.summary import summarize
@@ -148,10 +148,15 @@ def test_the_table_says_which_noise_its_intervals_leave_out(tmp_path, seeds):
     assert f", hold {sources}." in table.note
     assert ("leave out the seed of training" in table.note) == (not seeds)
     assert line[2].interval.endswith("*") == (not seeds)
-    text = list(effects_text([table]))
-    assert max(map(len, text)) <= 120
+    text = list(effects_lines([table], whole=True))
+    assert max(map(len, text)) <= 100
     assert any("relative error, %" in row and line[3].text in row for row in text)
-    assert line[3].text == f"{100 * effect_on(effects['weight_decay'], SHARE).estimate.value:+.3g}%"
+    share = 100 * effect_on(effects["weight_decay"], SHARE).estimate.value
+    assert float(line[3].text) == pytest.approx(share, rel=0.1)
+    _, title, head, row = effects_lines([table])
+    assert title == "Effect of weight decay at the end, as above, p uncorrected"
+    assert head.split("  ")[-2:] == ["final loss", "GPTQ, 3 bits, groups of 32: KL divergence"][-2:]
+    assert row.startswith("0.1 against 0  ")
 
 
 def test_files_of_tables_hold_numbers_with_their_units_in_the_head(tmp_path):

@@ -299,7 +299,7 @@ def test_bad_text_is_refused_before_anything_starts(tmp_path, bad, arguments, wo
 
 def test_the_text_is_part_of_the_name_by_which_a_study_is_found(tmp_path, files):
     text = ("--text", *map(str, files))
-    shown = printed("show", "tiny", "--profile", "smoke", *text, "--root", tmp_path)
+    shown = printed("show", "tiny", "--profile", "smoke", *text, "--root", tmp_path, "--all")
     name = shown.partition(":")[0]
     words = " ".join(shown.split())
     assert f"text: own; sources {files[0]}, {files[1]}; key text; sha256 " in words

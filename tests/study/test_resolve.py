@@ -172,7 +172,7 @@ def test_an_ablation_of_two_factors_takes_25_lines():
 
 
 def test_it_is_shown_and_changed_like_any_other():
-    shown = printed("show", MINE, "--profile", "smoke", "--set", "seed=7", "--commands")
+    shown = printed("show", MINE, "--profile", "smoke", "--set", "seed=7", "--all")
     assert shown.startswith("rate-and-decay-smoke-seed=7: ")
     assert "train-lr1e-2-wd0.1: " in shown
 

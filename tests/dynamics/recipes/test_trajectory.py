@@ -380,8 +380,8 @@ def test_a_released_model_is_priced_before_it_is_fetched(tmp_path, text_dir):
     of_directory = ("--profile", "smoke", "--set", family, "--text", text_dir)
     for where in ((f"source={source}", *of_directory), (f"source={REPO}",)):
         shown = printed(*command, "--set", *where)
-        (total,) = (line for line in shown.splitlines() if line.startswith("in all"))
-        assert float(total.split()[2].replace(",", "")) > 0
+        (total,) = (line for line in shown.splitlines() if line.startswith("takes "))
+        assert float(total.split()[1].replace(",", "")) > 0
         assert "longest chain: " in shown
 
 
@@ -392,7 +392,7 @@ def test_a_study_that_is_there_goes_on_as_it_was_listed(tmp_path, text_dir):
     study = trajectory("smoke", **released, text=TextOptions((text_dir,)))
     save_study(text_dir.parent / study.name, study)
     (source / "step2000").mkdir()  # appeared later
-    shown = printed("show", study.name, "--root", text_dir.parent, "--commands")
+    shown = printed("show", study.name, "--root", text_dir.parent, "--all")
     (row,) = (line for line in shown.splitlines() if "pretraining  " in line)
     assert row.split()[1:4] == ["pretraining", "1", "step1000"]
     assert "quant_eval run" in shown
