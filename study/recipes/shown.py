@@ -118,12 +118,13 @@ def _measured_in_brief(study: Study) -> str:
         words.append(f"{len(quantization.methods)} more methods at the end")
     words += [part for part in study.measured_by if part != "quantization"]
     counts = {
-        "experiments": len(study.experiments),
-        "averages kept in training": len({a.name for run in study.trained for a in run.averages}),
-        "soups": len(study.soups),
-        "planes": len(study.planes),
+        "kept average": len({each.name for run in study.trained for each in run.averages}),
+        "soup": len(study.soups),
+        "plane": len(study.planes),
+        "experiment": len(study.experiments),
     }
-    return ", ".join([*words, *(f"{count} {what}" for what, count in counts.items() if count)])
+    words += [f"{count} {what}{'s' * (count > 1)}" for what, count in counts.items() if count]
+    return ", ".join(words)
 
 
 def _line(name: str, text: str) -> str:

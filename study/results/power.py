@@ -226,7 +226,7 @@ def power_lines(
         f" {plan.seeds}"
     )
     yield ""
-    yield from _overview(shown)
+    yield from overview(shown)
     yield from wrapped(
         f"seeds for {POWER:.0%} power at p {1 - INTERVAL_LEVEL:.2g}, of the {shown[0].figure.title}"
         f" ({spec}); it is in {MILLINATS}; now: {plan.seeds} seeds, {plan.documents} documents,"
@@ -247,7 +247,7 @@ def power_lines(
         yield from (f"  {words}" for words in question.left_out)
 
 
-def _overview(questions: Sequence[Question]) -> Iterator[str]:
+def overview(questions: Sequence[Question]) -> Iterator[str]:
     """Yield a line per comparison: the figure, the power at hand, and the seeds that decide."""
     plan = questions[0].components.plan
     # Draws matter to methods that calibrate alone.

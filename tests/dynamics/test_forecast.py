@@ -1,6 +1,7 @@
 """The models of forecasts where the truth is known, cooldowns of a table, and the command."""
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -189,26 +190,39 @@ def root(tmp_path):
 
 def test_the_command_says_what_each_model_forecasts(root):
     """Two runs learn from each other: one cooldown fits no interval of a ratio."""
-    lines = printed("forecast", "both", "--run", "lr1e-3", "--root", root).splitlines()
-    assert lines[0].endswith("(lr1e-3)")
-    three, four = (number for number, line in enumerate(lines) if "KL divergence" in line)
-    assert "at step 448 (917,504 tokens); if annealed from there to 1,310,720" in lines[three]
-    assert "by cooldowns of other runs: 1, in groups of seeds: 1" in lines[three]
-    assert lines[three + 1].split("  ")[2] == "persistence"
-    assert "90% interval [" in lines[three + 1]
-    silent = "    no forecast by mean ratio; tokens and learning rate"
-    assert lines[three + 2] == silent
-    assert "LAWA" in lines[four - 1]
-    assert "measured at step 448, no forecast" in lines[four - 1]
+    command = ("forecast", "both", "--run", "lr1e-3", "--root", root)
+    brief, whole = printed(*command).splitlines(), printed(*command, "--all").splitlines()
+    assert len(brief) <= 24
+    assert max(map(len, brief)) <= 100
+    assert brief[0].startswith(
+        "0.001, if annealed now: KL divergence (GPTQ, 3 bits, groups of 32) of "
+    )
+    assert "Which model forecasts best is not decided: 2 cooldowns rank the models" in " ".join(
+        brief
+    )
+    row = next(line.split("  ") for line in brief if line.startswith("0.001  "))
+    assert [row[1].strip(), row[2]] == ["448", "1.31M tokens"]
+    (silent,) = (line for line in brief if line.startswith("no forecast of "))
+    assert silent.startswith("no forecast of 0.001 by mean ratio; tokens and learning rate: ")
+
+    three, four = (number for number, line in enumerate(whole) if "(lr1e-3)" in line)
+    words = " ".join(whole[three : three + 2])
+    assert "at step 448 (917,504 tokens); if annealed from there to" in words
+    assert "by cooldowns of other runs: 1, in groups of seeds: 1" in " ".join(words.split())
+    (interval,) = (line for line in whole[three:four] if "90% interval [" in line)
+    assert interval.split()[0] == "persistence"
+    (average,) = (line for line in whole[three:four] if "LAWA" in line)
+    assert "measured at step 448, no forecast" in average
 
 
 def test_other_studies_teach_and_a_lone_run_has_persistence_alone(root):
-    alone = printed("forecast", "single", "--root", root)
+    alone = " ".join(printed("forecast", "single", "--root", root, "--all").split())
+    assert "how uncertain is not known: no other cooldown to learn from" in alone
     assert "by no cooldown of another run (--from names studies that have some)" in alone
-    assert "90% interval" not in alone
+    assert "90% interval [" not in alone.replace("no forecast (95% interval)", "")
     taught = printed("forecast", "single", "--from", "both", "--root", root)
-    assert "by cooldowns of other runs: 2, in groups of seeds: 2" in taught
-    assert "    mean ratio   " in taught
+    assert " by mean ratio" in " ".join(taught.splitlines()[:2])
+    assert re.search("^run .* now +persistence +mean ratio$", taught, re.MULTILINE)
 
 
 def test_the_end_of_the_forecast_run_changes_nothing(root):

@@ -67,7 +67,8 @@ def test_every_table_and_the_sentence_begin_with_it(study_dir, study, measure):
     (effects,) = effect_tables(changed, effects_of(changed, rows, paired))
     assert effects.head[2].partition(",")[0] == title
     assert present(method_table(changed, summaries)).note.lower().startswith(title.lower())
-    assert choice_line(Evidence(changed, rows, paired)).lower().startswith(title.lower())
+    sentences = choice_line(Evidence(changed, rows, paired)).lower()
+    assert f" by the {title.lower()} (" in sentences
 
 
 @pytest.mark.parametrize("measure", ["relative_error", "absolute_error"])

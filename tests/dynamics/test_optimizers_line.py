@@ -50,8 +50,8 @@ def test_each_optimizer_is_compared_at_the_peak_of_its_lowest_loss(tmp_path):
     line = optimizers_line(evidence)
     # Lion's error is 2%, AdamW's 4% times two; the divergence is planted in proportion.
     found = re.search(
-        r"lion at 0\.001 \(3\.0000 nats\) has the lowest, \+(\S+) \[.*\] nats;"
-        r" adamw at 0\.004 \(3\.0000 nats\) \+(\S+) \[.*\] nats more, Holm p",
+        r"KL divergence \(.*\) in 10\^-3 nats/token, each optimizer .* lion at 0\.001 \(3\.0000 nats\)"
+        r" has the lowest, (\S+) \[.*\]; adamw at 0\.004 \(3\.0000 nats\) (\S+) \[.*\] more, Holm p",
         line,
     )
     assert found
