@@ -10,6 +10,7 @@ from textwrap import shorten
 
 from base.aligned import WIDTH, aligned, wrapped
 from base.frozen import in_words
+from base.quantities import significant
 from study.axes import amount_name
 from study.definition import Study
 from study.recipes.parts import PROFILES
@@ -52,7 +53,7 @@ def recipe_lines(*, whole: bool = False) -> Iterator[str]:
             rows.append((name, "none", "none", recipe.description))
             continue
         study = resolve(name)
-        hours = "on CPU" if study.sized_for == "cpu" else f"{gpu_hours(study).expected:,.3g}"
+        hours = "on CPU" if study.sized_for == "cpu" else significant(gpu_hours(study).expected)
         tokens = amount_name(trained_tokens(study)).upper()
         rows.append((name, tokens, hours, study.description))
     if whole:
