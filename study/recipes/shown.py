@@ -16,7 +16,6 @@ from study.definition import Study
 from study.recipes.parts import PROFILES
 from study.recipes.resolve import named_recipe, recipe_names, resolve
 from study.released import ReleasedRun
-from study.results.summary import enumeration
 from study.text_kinds import PreparedText, Text
 from train.planning import speed
 from train.planning.flops import GPUS, GPUS_PER_NODE
@@ -169,7 +168,7 @@ def _run_table(study: Study, whole: bool) -> Iterator[str]:
         yield f"and {len(rows) - len(shown)} more"
     if len(runs) < len(study.runs):
         seeds = sorted({run.seed for run in study.trained})
-        yield f"each with seeds {enumeration(list(map(str, seeds)))}: {len(study.runs)} runs in all"
+        yield f"each with seeds {', '.join(map(str, seeds))}: {len(study.runs)} runs in all"
     said = [f"{column} {value}" for column, value in shared.items() if value]
     if said:
         yield from _wrapped("all runs", ", ".join(said))

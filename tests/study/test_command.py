@@ -68,7 +68,7 @@ def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
     assert shown.startswith("tiny-engine=deepspeed-stage=2: ")
     assert re.search(r"^lr3.6e-2-seed3 +0.036 ", shown, re.MULTILINE)
     brief = printed("show", "tiny").splitlines()
-    assert "each with seeds 1, 2, 3 and 4: 16 runs in all" in brief
+    assert "each with seeds 1, 2, 3, 4: 16 runs in all" in brief
     assert not any("seed3" in line for line in brief)
     assert "python -m train run" in shown
     changed = resolve("tiny", "full", ("engine=deepspeed", "zero.stage=2"))
