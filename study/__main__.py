@@ -236,14 +236,26 @@ def report(
         ),
     ] = False,
     every: Every = False,
+    figure: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="draw this figure alone, as PDF, SVG, PNG and CSV"),
+    ] = None,
 ) -> None:
     """Draw the figures and write report.html from table.parquet.
 
     Example: python -m study report tiny --claims
+
+    Example: python -m study report tiny --figure kl_divergence
     """
     directory, study = existing(name, root)
     if every and not claims:
         raise UserError("--all belongs to --claims: report.html has everything")
+    if figure is not None:
+        from study.report.report import draw_alone
+
+        typer.echo("\n".join(draw_alone(directory, study, figure)))
+        return
+
     if claims:
         from study.report.text import report_lines
 

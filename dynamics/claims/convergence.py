@@ -63,6 +63,7 @@ def has_warmdowns(study: Study) -> bool:
 @claim(
     "convergence",
     "Convergence raises the error, not the decay",
+    figure="full_against_quantized",
     source="arXiv 2604.15167, abstract; against arXiv 2510.06213",
     needs="anneals of several lengths from a constant rate, with their controls, measured at"
     " several checkpoints, or a control whose loss falls by less than 1% per doubling of tokens",

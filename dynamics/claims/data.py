@@ -110,6 +110,7 @@ def _of_schedule(ends: Iterable[RunSummary], fits: Callable[[RunConfig], bool]) 
 @claim(
     "budgets",
     "More data alone does not raise the error",
+    figure="ends",
     source="abstract, section 5, figure 5",
     needs="runs that hold the rate and anneal, and differ in their length alone, with controls",
 )
@@ -166,6 +167,7 @@ def _share_of_anneal(measure: Measure, ends: Sequence[RunSummary]) -> Weighted:
 @claim(
     "schedules",
     "The error grows faster under cosine",
+    figure="ends",
     source="figure 5",
     needs="two budgets under each of the two schedules, cosine and a constant rate with cooldown",
 )
@@ -201,6 +203,7 @@ LEAST_CHECKPOINTS = 3  # a power law through two always fits them
 @claim(
     "tokens",
     "Tokens explain the error, not the decay",
+    figure="kl_divergence",
     source="arXiv 2411.04330, scaling law of quantization after training",
     needs="two runs or more that anneal, other than by seed, with their controls and checkpoints"
     " before the anneal, or two released models",

@@ -49,6 +49,7 @@ LogRatios = dict[str, list[float]]  # by training
 @claim(
     "sharpness",
     "Flatter minima quantize better",
+    figure="error_against_curvature",
     source="section 6.2, appendix G",
     needs="curvature of the checkpoints of three trainings or more",
 )
@@ -96,6 +97,7 @@ def _judged_by(value: float, p_value: float, effect: str, words: str) -> Verdict
 @claim(
     "sharpening",
     "Curvature and error rise in the decay",
+    figure="curvature",
     source="section 6.2, appendix G",
     needs="curvature of annealed weights and of their controls, of three trainings or more",
 )
@@ -142,6 +144,7 @@ def _risen(evidence: Evidence, column: Column) -> Verdict:
 @claim(
     "flat-averages",
     "Averages are flatter, better at equal loss",
+    figure="averages",
     source="section 5, figure 4",
     needs="averages, with their curvature (curvature.averages), of three trainings or more",
 )
@@ -186,6 +189,7 @@ def _lower(averages: list[Averaged], log_ratio_of: Callable[[Averaged], float | 
 @claim(
     "formula",
     "Curvature, bits and rate predict the error",
+    figure="formula",
     source="future work of section 7; our formula (dynamics/mechanism/formula.py)",
     needs="curvature of the checkpoints of four trainings or more, of two settings or more",
 )

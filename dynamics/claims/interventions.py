@@ -172,6 +172,7 @@ def _by_measure(
 @claim(
     "interventions",
     "Interventions lower the error at equal loss",
+    figure="interventions",
     source="QAT in the cooldown: arXiv 2509.22935; SAM: arXiv 2605.02105",
     needs="a run with a perturbation (QAT, noise, SAM) and the same run without it, measured at"
     " several checkpoints after its begin, at a spec of the format and width of its grid",
@@ -201,6 +202,7 @@ def _is_of_kind(kind: type, arm: Arm, spec: str) -> bool:
 @claim(
     "widths",
     "QAT at one width helps at others",
+    figure="interventions",
     source="questioned by arXiv 2502.00490, section 6, on images: a regularizer is better than QAT"
     " at widths that neither was for",
     needs="a run with QAT and the same run without it, and a spec of the same format at another"
@@ -218,6 +220,7 @@ def widths(evidence: Evidence) -> list[Verdict]:
 @claim(
     "qat-averages",
     "Averages after QAT undo it",
+    figure="interventions",
     source="github.com/openai/parameter-golf, pull request 989; pull request 238 has the opposite"
     " without QAT",
     needs="an average of weights within the part of a run with QAT (a soup, LAWA or EMA), and the"

@@ -43,6 +43,7 @@ def measures_outliers(study: Study) -> bool:
 @claim(
     "outliers",
     "R_L predicts the error, outliers do not",
+    figure="outliers",
     source="arXiv 2509.23500, abstract, over optimizers",
     needs="outliers and R_L of three trainings or more, such as seeds or optimizers",
     concerns=measures_outliers,

@@ -218,6 +218,7 @@ def reach(values: Iterable[float]) -> str:
 @claim(
     "flat",
     "The error stays flat while the rate is high",
+    figure="kl_divergence",
     source="abstract, figure 1",
     needs="two checkpoints at a high rate, and annealed weights, with their control unless they are"
     " released",
@@ -240,6 +241,7 @@ def flat(measure: Measure) -> Verdict:
 @claim(
     "surge",
     "The error surges when the rate decays",
+    figure="anneal_against_control",
     source="abstract, figure 1, appendix E.4",
     needs="annealed weights, and the same run at equal tokens without the anneal, or of a released"
     " model two checkpoints at a high rate",
@@ -311,6 +313,7 @@ def _in_logarithms(measure: Measure, contrast: Replicates) -> Estimate:
 @claim(
     "divergence",
     "The decay lowers the loss, raises the error",
+    figure="losses",
     source="abstract",
     needs="annealed weights, and the same run at equal tokens without the anneal, or of a released"
     " model two checkpoints at a high rate",

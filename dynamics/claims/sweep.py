@@ -106,6 +106,7 @@ def _steps(sweeps: Sequence[Sweep], pairs: Pairing) -> dict[str, Replicates]:
 @claim(
     "peaks",
     "A larger peak rate leaves a smaller error",
+    figure="ends",
     source="section 5.1, figure 23",
     needs="runs that differ in their peak learning rate alone",
 )
@@ -139,6 +140,7 @@ def _best_p(runs: int) -> float:
 @claim(
     "matched",
     "So it is at equal full-precision loss",
+    figure="full_against_quantized",
     source="section 5.1, figure 23",
     needs="runs that differ in their peak learning rate alone, two with the same loss",
 )
@@ -172,6 +174,7 @@ def _is_equal(of_loss: Measure, change_of_loss: Replicates) -> bool:
 @claim(
     "averages",
     "Averages beat annealed weights",
+    figure="averages",
     source="section 5, appendix C",
     needs="averages kept in training, or soups, of runs that anneal",
 )
@@ -210,6 +213,7 @@ def _averaged(measure: Measure, average: Made) -> Verdict:
 @claim(
     "methods",
     "Other methods order the runs alike",
+    figure="methods",
     source="appendix A",
     needs="further methods at the end of two runs or more",
 )
@@ -257,6 +261,7 @@ def _same_order(measure: Measure) -> Verdict:
 @claim(
     "bits",
     "Fewer bits cost more",
+    figure="kl_divergence",
     source="appendix E.4, figure 23",
     needs="a method at two widths",
 )

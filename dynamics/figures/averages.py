@@ -44,6 +44,7 @@ def _applies(study: Study) -> bool:
 )
 def averages(canvas: Canvas) -> Drawn | None:
     """Draw weights, averages kept in training and soups."""
+    canvas = canvas.undashed()
     spec = lowest_spec(canvas.study)
     title = spec_title(spec)
     shown = [

@@ -17,7 +17,17 @@ from dynamics.mechanism.formula import (
     slopes_text,
 )
 from study.figures.canvas import WEIGHTS, Canvas, described
-from study.figures.charts import NATS, Chart, Quantity, Rows, columns_of, diagonal, marks, panel
+from study.figures.charts import (
+    NATS,
+    Chart,
+    Quantity,
+    Rows,
+    columns_of,
+    diagonal,
+    marks,
+    panel,
+    thousandths,
+)
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.curvature import CONVERGED, RELATIVE, TOP, TRACE
 from study.measurements.kind import Column
@@ -138,8 +148,8 @@ def _correlation_panel(
     )
 
 
-MEASURED = Quantity("measured KL divergence", NATS)
-PREDICTED = Quantity("predicted KL divergence", NATS)
+MEASURED = thousandths("measured KL divergence")
+PREDICTED = thousandths("predicted KL divergence")
 TITLES = {
     "formula": "relative trace, bits and learning rate",
     "theory": "relative trace and bits, slopes 1",
@@ -155,8 +165,7 @@ TITLES = {
     " second-order theory says b = c = 1 and d = 0. Coefficients are least squares over one half of"
     " the trainings, and the points are those of the other half; seeds of one setting are in one"
     " half. Above each panel the median factor between the two, and R squared of their logarithms."
-    " Other panels: the same with other quantities in its place. Dashed: equal values; a symbol per"
-    " run.",
+    " Other panels: the same with other quantities in its place. Dashed: equal values.",
     lambda study: study.curvature is not None,
 )
 def formula(canvas: Canvas) -> Drawn | None:

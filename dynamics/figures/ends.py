@@ -28,7 +28,7 @@ from study.figures.charts import (
     tooltip,
 )
 from study.figures.figure import Drawn, drawn, figure
-from study.figures.looks import GREY, LETTER_WIDTH, Runs, colours, looks_for
+from study.figures.looks import DASHED, GREY, LETTER_WIDTH, SOLID, Runs, colours, looks_for
 from study.measurements.titles import spec_title
 from study.results.averages import lowest_spec
 from study.results.paired import Paired, Weighted
@@ -135,7 +135,6 @@ def _panel(rows: Rows, lines: Runs, x: Quantity | Chart, y: Quantity, columns: i
 
 
 SERIES = ("annealed", "not annealed")
-SHAPES = ("circle", "square")
 PANEL_HEIGHT = 170
 
 
@@ -152,7 +151,8 @@ def anneal_against_control(canvas: Canvas) -> Drawn | None:
     """Draw the error with and without the anneal of every group of runs, and the difference."""
     spec, measure = lowest_spec(canvas.study), canvas.study.quantization.measures[0]
     column, quantity = measure.of(spec), AXES[measure]
-    difference = replace(quantity, title="annealed - not annealed")
+    title = "annealed - not annealed"
+    difference = replace(quantity, title=title, written=f"difference, {quantity.unit}")
     measured = [
         end
         for end in summarize(canvas.study, canvas.table)
@@ -161,7 +161,9 @@ def anneal_against_control(canvas: Canvas) -> Drawn | None:
 
     paired, errors, differences = Paired(canvas.directory), Rows(), Rows()
     for group, ends in grouped(measured, lambda end: end.group).items():
-        head = {"panel": spec_title(spec), canvas.runs.heading: group, "seeds": len(ends)}
+        head = {"panel": spec_title(spec), "run": group, "seeds": len(ends)}
+        # Ends of one group are at one step.
+        head |= {key: ends[0].last[key] for key in ("step", "tokens") if ends[0].last}
         annealed: list[Weighted] = [[(end.last, 1.0)] for end in ends if end.last]
         control: list[Weighted] = [[(end.control, 1.0)] for end in ends if end.control]
         # Minus the control, seed by seed: the difference is paired before it is averaged.
@@ -179,7 +181,7 @@ def anneal_against_control(canvas: Canvas) -> Drawn | None:
         (rows, _anneal_panel(rows, canvas.runs, y, title))
         for rows, y, title in (
             (errors, quantity, spec_title(spec)),
-            (differences, difference, "Paired difference"),
+            (differences, difference, "Annealed - not annealed, paired"),
         )
         if rows
     ]
@@ -200,22 +202,25 @@ def _labels_below(labels: Sequence[str], width: float) -> Chart:
 def _anneal_panel(rows: Rows, runs: Runs, quantity: Quantity, title: str) -> Chart:
     """Points with their intervals above the name of the group, annealed beside not annealed.
 
-    Groups have their colours, as in all figures; the marker says what is annealed.
+    Groups have their colours, as in all figures; bars of what is not annealed are dashed.
     """
-    shown = list(dict.fromkeys(row[runs.heading] for row in rows))
+    shown = list(dict.fromkeys(row["run"] for row in rows))
     axis = _labels_below(shown, WIDTHS[2])
-    x: Chart = {"field": runs.heading, "type": "nominal", "sort": None, "axis": axis}
+    x: Chart = {"field": "run", "type": "nominal", "title": runs.heading, "sort": None}
+    x |= {"axis": axis}
     groups = {group: looks[0].colour for group, looks in runs.groups.items()}
     scale = {"domain": shown, "range": [groups[group] for group in shown]}
-    colour = {"field": runs.heading, "type": "nominal", "scale": scale, "legend": None}
+    colour = {"field": "run", "type": "nominal", "scale": scale, "legend": None}
     encoding: Chart = {"x": x, "y": quantity.encoding(), "color": colour}
-    point: Chart = {"tooltip": tooltip(rows)}
+    low, high = quantity.ends
+    bar = {"y": quantity.encoding(low), "y2": {"field": high}}
     if "series" in rows[0]:
         series = {"field": "series", "type": "nominal", "title": "at equal tokens"}
         encoding |= {"xOffset": series | {"sort": list(SERIES)}}
-        point |= {"shape": series | {"scale": {"domain": list(SERIES), "range": list(SHAPES)}}}
-    low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
-    bar = {"y": quantity.encoding(low), "y2": {"field": high}}
+        dashes = {"domain": list(SERIES), "range": [SOLID, DASHED]}
+        legend = {"symbolType": "stroke", "symbolSize": 700, "symbolStrokeWidth": 1.6}
+        bar |= {"strokeDash": series | {"scale": dashes, "legend": legend}}
+    point: Chart = {"tooltip": tooltip(rows)}
     layers = [
         {"mark": {"type": "rule", "strokeWidth": 1.6}, "encoding": bar},
         {"mark": {"type": "point", "filled": True, "opacity": 1, "size": 55}, "encoding": point},

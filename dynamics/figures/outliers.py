@@ -1,7 +1,7 @@
 """Outlier statistics along training, and what quantization changes after the last block."""
 
 from study.figures.canvas import Canvas
-from study.figures.charts import Chart, Quantity, Rows
+from study.figures.charts import Chart, Quantity, Rows, percentage
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.outliers import INPUT, WEIGHT
 from study.measurements.quantization import R_L
@@ -13,11 +13,9 @@ QUANTITIES = {
     "kurtosis": Quantity("kurtosis", written="kurtosis (Gaussian: 3)"),
     "max_to_mean": Quantity("max-to-mean ratio"),
     "max_to_median": Quantity("max-to-median ratio"),
-    "top_channels": Quantity(
-        "share in 1% of channels", "%", written="share of the squared norm (%)", is_percent=True
-    ),
+    "top_channels": percentage("share in 1% of channels", "share of the squared norm, %"),
 }
-ERROR = Quantity("R_L", "%", is_percent=True)
+ERROR = percentage("R_L")
 
 
 @figure(

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from base.quantities import MILLINATS
 from ckpt_tools.hf.measured import Increase, MeasuredStep, Quantization, StepPart
 from curvature.slices.figure import with_error
 from study.figures.canvas import Canvas
 from study.figures.charts import (
-    NATS,
     Chart,
     Quantity,
     Rows,
@@ -22,16 +22,18 @@ from study.figures.charts import (
     level,
     marks,
     panel,
+    percentage,
+    thousandths,
 )
 from study.figures.figure import Drawn, drawn, figure
 from study.figures.looks import Look, Runs
 from study.measurements.titles import spec_title
 from study.paths import blocks_result, step_result
 
-MEASURED = Quantity("measured loss increase", NATS)
+MEASURED = thousandths("measured loss increase")
 FORMULA = "g\N{MIDDLE DOT}\u03b4 + \u00bd \u03b4\u1d40H\u03b4"
-PREDICTED = Quantity("second-order prediction of it", NATS, written=f"{FORMULA} ({NATS})")
-REMAINDER = Quantity("measured - predicted", NATS)
+PREDICTED = thousandths("second-order prediction of it", f"{FORMULA}, {MILLINATS}")
+REMAINDER = thousandths("measured - predicted")
 PART, WHOLE = "part", "whole"
 IS_BLOCK = f"datum.{PART} !== '{WHOLE}'"
 BLOCKS: Any = {  # small and open
@@ -139,8 +141,8 @@ MANY_BLOCKS = 12  # from here on the intervals are bands
 EMPTY = "no clear increase"
 EMPTY_OUTPUT = "not calibrated"
 BLOCK = "decoder block"
-ALONE = Quantity("loss increase / that of the whole model", is_percent=True, holds_zero=True)
-NEEDED = Quantity("1 - loss increase / that of the whole model", is_percent=True, holds_zero=True)
+ALONE = percentage("loss increase / that of the whole model", holds_zero=True)
+NEEDED = percentage("1 - loss increase / that of the whole model", holds_zero=True)
 OUTPUT = Quantity(
     "relative output error of the linears",
     written="output error |(W - \u0174) X|\u00b2 / |W X|\u00b2",
@@ -241,7 +243,7 @@ def _panel(runs: Runs, rows: Rows, quantity: Quantity, title: str, depth: int) -
         note = {"type": "text", "text": text, "color": "#777777"}
         return panel([{"data": {"values": [{}]}, "mark": note}], head, 3)
     y = quantity.logarithmic_for(rows) if quantity is OUTPUT else quantity
-    lines = [] if quantity is OUTPUT else [level(0.0), level(1 / depth, strokeDash=[5, 3])]
+    lines = [] if quantity is OUTPUT else [level(0.0), level(100 / depth, strokeDash=[5, 3])]
     many = depth >= MANY_BLOCKS
     x: Chart = {"field": BLOCK, "type": "quantitative" if many else "ordinal", "title": BLOCK}
     x["axis"] = {"labelAngle": 0, "grid": False, "format": "d"}

@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 from quant_eval.specs import parse_spec
 from study.figures.canvas import Canvas
-from study.figures.charts import LINE, NATS, Chart, Quantity, Rows, columns_of, data, marks
+from study.figures.charts import LINE, Chart, Quantity, Rows, columns_of, data, marks, thousandths
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.quantization import LOSS_INCREASE
 from study.measurements.titles import spec_title
 from train.run.metrics import QUANTIZATION
 from train.run.probe import short_name
 
-INCREASE = Quantity("quantized - full loss", NATS, holds_zero=True)
+INCREASE = thousandths("quantized - full loss", holds_zero=True)
 OUTPUT = Quantity("relative output error", holds_zero=True)
 METHOD: Chart = {"field": "series", "type": "nominal", "title": "method"}
 

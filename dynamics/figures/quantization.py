@@ -6,14 +6,14 @@ from dataclasses import replace
 from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.charts import (
-    NATS,
     Chart,
-    Quantity,
     Rows,
     columns_of,
     level,
     marks,
     panel,
+    percentage,
+    thousandths,
 )
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.kind import Column
@@ -22,13 +22,13 @@ from study.measurements.tasks import DEGRADATION
 from study.measurements.titles import spec_title
 from study.report.tables import shown_methods
 
-ERROR_AXIS = Quantity("relative error of the loss", is_percent=True, holds_zero=True)
-DIVERGENCE_AXIS = Quantity("KL(full || quantized)", NATS, holds_zero=True)
-INCREASE = Quantity("quantized - full-precision loss", NATS)
+ERROR_AXIS = percentage("relative error of the loss", holds_zero=True)
+DIVERGENCE_AXIS = thousandths("KL divergence", holds_zero=True)
+INCREASE_AXIS = thousandths("quantized - full-precision loss", holds_zero=True)
 AXES = {
     DIVERGENCE: DIVERGENCE_AXIS,
     RELATIVE_ERROR: ERROR_AXIS,
-    LOSS_INCREASE: replace(INCREASE, holds_zero=True),
+    LOSS_INCREASE: INCREASE_AXIS,
 }
 
 
@@ -98,7 +98,7 @@ def methods_along_training(canvas: Canvas) -> Drawn | None:
 
 ROW_PIXELS = 46
 # Of what is left to lose: half as many errors again are 50%.
-LOST = Quantity("accuracy lost / (1 - accuracy before)", is_percent=True, holds_zero=True)
+LOST = percentage("accuracy lost / (1 - accuracy before)", holds_zero=True)
 MEAN = "mean of the tasks"
 
 

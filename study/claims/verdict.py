@@ -213,6 +213,7 @@ class Claim:
         sentence: what is claimed, short enough for a line of a table.
         source: where the paper says so.
         needs: what a study must hold to test it.
+        figure: name of the one that shows it.
         judge: gives a verdict for each quantity; the first is primary, the others are beside it.
         concerns: whether a study is about it; the claims of others do not list it.
     """
@@ -221,6 +222,7 @@ class Claim:
     sentence: str
     source: str
     needs: str
+    figure: str
     judge: Callable[[Evidence], list[Verdict]]
     concerns: Callable[[Study], bool]
 
@@ -231,10 +233,11 @@ def claim(
     *,
     source: str,
     needs: str,
+    figure: str,
     concerns: Callable[[Study], bool] = lambda _: True,
 ) -> Callable[[Callable[[Evidence], list[Verdict]]], Claim]:
     """Make a claim of the function that judges it."""
-    return lambda judge: Claim(name, sentence, source, needs, judge, concerns)
+    return lambda judge: Claim(name, sentence, source, needs, figure, judge, concerns)
 
 
 def judged(title: str, judge: Callable[..., Verdict], *arguments: Any) -> Verdict:

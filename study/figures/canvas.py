@@ -1,6 +1,7 @@
 """The results of a study, and panels of them along its training."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,12 @@ class Canvas:
         self.tokens = Quantity("training tokens", unit, domain=(0.0, end), in_order=tuple(stages))
         self.rates = self._rates()
         self._metrics: dict[str, Rows] = {}  # by run, read once: a probe has many figures in it
+
+    def undashed(self) -> "Canvas":
+        """Return a canvas with solid lines of controls, as dashes mean something else there."""
+        other = copy(self)
+        other.runs = self.runs.undashed
+        return other
 
     def rows_of(self, run: str, column: str, average: str | None = None) -> list[Row]:
         """Return the rows of a run's weights, or of an average, that hold column and tokens."""
@@ -195,11 +202,9 @@ class Canvas:
 
     def curves(self, rows: Rows, quantity: Quantity, columns: int, **more: Any) -> Chart:
         """Return the panel of rows of `along`, named as they are; `more` is of the marks."""
-        # Lines of averages have dashes of their own, and link nothing: weights are solid there.
-        dash = {} if "strokeDash" in more.get("lines", {}) else self.runs.dash
         weights = [row for row in rows if row["series"] == WEIGHTS]
         layers = [
-            *self.links(weights, self.tokens, quantity, dash),
+            *self.links(weights, self.tokens, quantity, self.runs.dash),
             marks(rows, self.runs, self.tokens, quantity, **more),
         ]
         return self.panel(layers, rows[0]["panel"], columns)

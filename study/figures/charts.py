@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib.ticker import MaxNLocator
 
 from base.grouping import grouped
+from base.quantities import DIGITS, MILLI, MILLINATS
 from study.figures.looks import GREY, WIDE, Runs
 
 Chart = dict[str, Any]
@@ -19,7 +20,7 @@ Rows = list[dict[str, Any]]
 Span = tuple[float, float]
 HIDDEN = "hidden"  # signal of the page: labels of the runs that the reader has switched off
 SHOWN = {"filter": f"indexof({HIDDEN}, datum.run) < 0"}
-NATS = "nats per token"
+NATS, PERCENT = "nats/token", "%"
 WIDTHS = {1: 560, 2: 355, 3: 215, 4: 160}  # pixels of a panel, by panels side by side
 HEIGHT = 250
 MOST_COLUMNS = 4
@@ -34,7 +35,9 @@ PLACE_SHARE, GAP_SHARE = 0.08, 0.03  # of the axis: a place in order, and what i
 WORDS = " in words"  # end of the name of a column
 LETTER = 5.5  # pixels of the names of places
 NUMBERS = 16  # pixels between an axis and its title that its numbers take
+LOW, HIGH = "low", "high"  # ends of an interval
 ENDS = ("lowest seed", "highest seed")  # of a band
+FIRST = ("run", "step", "tokens")  # lines of a tooltip
 FAINT = 0.35  # opacity of single seeds
 DASHED: Chart = {"color": "#555555", "strokeDash": [5, 3], "strokeWidth": 1}
 
@@ -46,6 +49,7 @@ class Quantity:
     Attributes:
         title: with the unit, also the name of the column.
         written: text beside the axis, in place of the title.
+        scale: factor that values are shown with, in rows as well.
         holds_zero: the axis reaches down to 0 at least.
         domain: ends of the axis; None: as the values have it.
         ticks: the only values with a label; empty: as Vega has it.
@@ -56,7 +60,7 @@ class Quantity:
     title: str
     unit: str = ""
     written: str = ""
-    is_percent: bool = False
+    scale: float = 1.0
     is_log: bool = False
     holds_zero: bool = False
     domain: Span | None = None
@@ -67,10 +71,7 @@ class Quantity:
     @property
     def label(self) -> str:
         """Title and unit."""
-        if not self.unit:
-            return self.title
-        is_closed = self.title.endswith(")")
-        return f"{self.title}, {self.unit}" if is_closed else f"{self.title} ({self.unit})"
+        return f"{self.title}, {self.unit}" if self.unit else self.title
 
     @property
     def field(self) -> str:
@@ -78,10 +79,15 @@ class Quantity:
         return PLACE if self.in_order else self.label
 
     def values(self, value: float, interval: Span | None = None) -> dict[str, float]:
-        """Return the columns of one value, with the ends of its interval."""
-        ends = zip(("low", "high"), interval or (), strict=False)
-        place = {PLACE: value} if self.in_order else {}
-        return {self.label: value} | {f"{self.label}, {end}": at for end, at in ends} | place
+        """Return the columns of one value, with the ends of its interval, times the scale."""
+        shown, *ends = (self.scale * number for number in (value, *(interval or ())))
+        place = {PLACE: shown} if self.in_order else {}
+        return {self.label: shown} | dict(zip(self.ends, ends, strict=False)) | place
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The columns of the ends of an interval."""
+        return f"{self.label}, {LOW}", f"{self.label}, {HIGH}"
 
     def place_of(self, name: str, share: float = 0.5) -> float:
         """Return where on the axis a named place is: at this share of its width."""
@@ -106,7 +112,7 @@ class Quantity:
         scale: Chart = {"type": "log"} if self.is_log else {"zero": self.holds_zero}
         scale |= {"domain": list(self.domain), "nice": False} if self.domain else {}
         scale |= {"padding": 12, "nice": False} if self.is_log and not self.domain else {}
-        axis: Chart = {"format": ".4~%" if self.is_percent else f".{self.digits}~g"}
+        axis: Chart = {"format": f".{self.digits}~g"}
         axis |= {"values": list(self.ticks)} if self.ticks else {"tickCount": 6}
         encoding = {"field": field or self.label, "type": "quantitative"}
         return encoding | {"title": self.written or self.label, "scale": scale, "axis": axis}
@@ -141,8 +147,18 @@ class Quantity:
 
     def reach(self, rows: Rows) -> list[float]:
         """Return the values of the rows with the ends of their intervals."""
-        names = (self.label, f"{self.label}, low", f"{self.label}, high")
+        names = (self.label, *self.ends)
         return [row[name] for row in rows for name in names if row.get(name) is not None]
+
+
+def thousandths(title: str, written: str = "", *, holds_zero: bool = False) -> Quantity:
+    """Return an effect in nats per token, such as a difference of losses, in thousandths."""
+    return Quantity(title, MILLINATS, written, holds_zero=holds_zero, scale=MILLI)
+
+
+def percentage(title: str, written: str = "", *, holds_zero: bool = False) -> Quantity:
+    """Return a share, in percent."""
+    return Quantity(title, PERCENT, written, holds_zero=holds_zero, scale=100.0)
 
 
 def around(values: Sequence[float], share: float) -> Span:
@@ -208,7 +224,9 @@ def marks(
         layers.append(data(means, mark=BAND, encoding=band_of(quantities["x"], quantities["y"])))
     if has_line:
         layers.append(line(means, runs, {"strokeDash": runs.dash} | (lines or {})))
-    layers += _interval_bars(rows, quantities, bar_opacity * FAINT if has_bands else bar_opacity)
+    opacity = bar_opacity * FAINT if has_bands else bar_opacity
+    # Without lines the bars say what is a control.
+    layers += _interval_bars(rows, quantities, opacity, {} if has_line else runs.dash)
     looks = {"shape": runs.shape, "tooltip": tooltip(rows)} | (points or {})
     if any(quantity.in_order for quantity in quantities.values()):
         # Vega's own words for a screen reader would call a place in order a value.
@@ -228,11 +246,13 @@ def line(rows: Rows, runs: Runs, channels: Chart) -> Chart:
     return data(rows, **lines) if rows else lines
 
 
-def _interval_bars(rows: Rows, quantities: dict[str, Quantity], opacity: float) -> list[Chart]:
+def _interval_bars(
+    rows: Rows, quantities: dict[str, Quantity], opacity: float, dash: Chart
+) -> list[Chart]:
     """Return the bars of the intervals that the rows have, by axis."""
     bars: list[Chart] = []
     for name, quantity in quantities.items():
-        low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
+        low, high = quantity.ends
         if not any(low in row for row in rows):
             continue
         # Rows of one panel may have no interval.
@@ -242,6 +262,7 @@ def _interval_bars(rows: Rows, quantities: dict[str, Quantity], opacity: float) 
             lowest = f"max(datum['{low}'], {quantity.domain[0]})"
             transform.append({"calculate": lowest, "as": low})
         ends = {name: quantity.encoding(low), f"{name}2": {"field": high}}
+        ends |= {"strokeDash": dash} if dash else {}
         mark = {"type": "rule", "clip": True, "opacity": opacity}
         bars.append({"transform": transform, "mark": mark, "encoding": ends})
     return bars
@@ -284,9 +305,13 @@ def band_of(x: Quantity, y: Quantity) -> Chart:
 
 
 def tooltip(rows: Rows) -> list[Chart]:
-    """Return everything known of a row, a line each; see `in_words`."""
-    words, lines = {each["as"] for each in in_words(rows)}, []
-    for name, form in _formats(rows).items():
+    """Return everything known of a row, a line each; the run and its place are first."""
+    formats, words = _formats(rows), {each["as"] for each in in_words(rows)}
+    names = [name for name in FIRST if name in formats]
+    names += [name for name in formats if name not in names and not _is_end(name, formats)]
+    lines = []
+    for name in names:
+        form = formats[name]
         line: Chart = {"field": name, "type": "quantitative" if form else "nominal"}
         line |= {"format": form} if form else {}
         if f"{name}{WORDS}" in words:
@@ -296,18 +321,36 @@ def tooltip(rows: Rows) -> list[Chart]:
 
 
 def in_words(rows: Rows) -> list[Chart]:
-    """Return the transforms that make words of numbers that some rows do not have.
+    """Return the transforms that make words of values with intervals, and of missing numbers.
 
     A tooltip would show a number that is missing as 0.
     """
-    return [
-        {
-            "calculate": f"isValid(datum['{name}']) ? format(datum['{name}'], '{form}') : 'none'",
-            "as": f"{name}{WORDS}",
-        }
-        for name, form in _formats(rows).items()
-        if form and any(row.get(name) is None for row in rows)
-    ]
+    formats, transforms = _formats(rows), []
+    for name, form in formats.items():
+        if not form or _is_end(name, formats):
+            continue
+        low, high = (f"{name}, {end}" for end in (LOW, HIGH))
+        shown = f"format(datum['{name}'], '{form}')"
+        if low in formats:
+            ends = f"' [' + {_plain(low)} + ', ' + {_plain(high)} + ']'"
+            shown = f"{_plain(name)} + (isValid(datum['{low}']) ? {ends} : '')"
+        elif all(row.get(name) is not None for row in rows):
+            continue
+        shown = f"isValid(datum['{name}']) ? {shown} : 'none'"
+        transforms.append({"calculate": shown, "as": f"{name}{WORDS}"})
+    return transforms
+
+
+def _plain(name: str) -> str:
+    """Return Vega's expression of a number in three digits, and of a large one without exponent."""
+    value = f"datum['{name}']"
+    return f"format({value}, abs({value}) < 1000 ? '.{DIGITS}~g' : ',.0f')"
+
+
+def _is_end(name: str, formats: dict[str, str]) -> bool:
+    """Return whether a column is an end of the interval of another one."""
+    value, _, end = name.rpartition(", ")
+    return end in (LOW, HIGH) and value in formats
 
 
 def _formats(rows: Rows) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A figure of the report, and the drawing of all: PNG and PDF, with the rows as CSV."""
+"""A figure of the report, and the drawing of all: PNG, SVG and PDF, with the rows as CSV."""
 
 import csv
 import json
@@ -21,6 +21,7 @@ from study.definition import Study
 from study.experiments import Experiment
 from study.figures.canvas import Canvas
 from study.figures.charts import ENDS, PLACE, Chart, Rows, grid
+from study.figures.paper import paper_svg
 
 
 class Drawn(NamedTuple):
@@ -74,11 +75,17 @@ DIRECTORY = "figures"
 PNG_SCALE, COLOURS = 2.0, 128
 METADATA: dict[str, Any] = {  # without versions and dates: the same numbers make the same file
     "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
     "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
 }
+FILES = ("csv", "pdf", "svg", "png")  # of every figure
 BANDS = "Lines are means over seeds, bands reach from the lowest seed to the highest."
 ORDER = "Right of the dashed rule: what follows pretraining, in order, without tokens of it."
-EMBEDDED: Any = {"pdf.fonttype": 42}  # TrueType; publishers refuse matplotlib's default, Type 3
+EMBEDDED: Any = {
+    "pdf.fonttype": 42,  # TrueType; publishers refuse matplotlib's default, Type 3
+    "svg.fonttype": "none",  # text that can be edited
+    "svg.hashsalt": "quantdyn",  # else names in the file are by chance
+}
 RESOURCES = re.compile(rb"(?: +/\w+ \d+ 0 R\n)+")  # of a page; their order is by chance
 
 
@@ -86,6 +93,7 @@ class DrawnFigure(NamedTuple):
     """A figure of a page; the chart is None for a picture that stays one."""
 
     name: str
+    number: int
     caption: str
     png: bytes
     chart: Chart | None
@@ -106,7 +114,7 @@ def figures_of(study: Study, experiment: Experiment | None = None) -> list[Figur
 def draw_all(
     canvas: Canvas, experiment: Experiment | None = None
 ) -> tuple[list[DrawnFigure], list[str]]:
-    """Write STUDY/figures/NAME.png, .pdf and .csv of what holds data; the rest is removed.
+    """Write STUDY/figures/NAME and the ends of `FILES` of what holds data; the rest is removed.
 
     Of an experiment, whose runs the canvas has, they are in a folder of its name.
 
@@ -120,7 +128,7 @@ def draw_all(
     for figure, drawing in _drawings(figures, canvas):
         if drawing is None:
             empty.append(figure.name)
-            for kind in ("csv", *METADATA):
+            for kind in FILES:
                 # Files of an earlier report would show what the table does not hold any more.
                 (folder / f"{figure.name}.{kind}").unlink(missing_ok=True)
             continue
@@ -128,7 +136,8 @@ def draw_all(
         chart = None if isinstance(drawing.chart, Picture) else drawing.chart
         caption = _caption(figure, chart, canvas.study.captions.get(figure.name, ""))
         headline = figure.headline(canvas.study)
-        shown.append(DrawnFigure(figure.name, caption, png, chart, headline))
+        number = len(shown) + 1
+        shown.append(DrawnFigure(figure.name, number, caption, png, chart, headline))
     return shown, empty
 
 
@@ -140,8 +149,23 @@ def _drawings(figures: Sequence[Figure], canvas: Canvas) -> Iterator[tuple[Figur
             progress.advance()
 
 
+def draw_one(canvas: Canvas, name: str, experiment: Experiment | None = None) -> Path | None:
+    """Write the files of one figure that the study has, and return its PDF.
+
+    None where nothing of it is measured.
+    """
+    by_name = {figure.name: figure for figure in figures_of(canvas.study, experiment)}
+    drawing = by_name[name].draw(canvas)
+    if drawing is None:
+        return None
+    folder = canvas.directory / DIRECTORY / (experiment.name if experiment else "")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_figure(drawing, folder / name)
+    return folder / f"{name}.pdf"
+
+
 def write_figure(drawing: Drawn, path: Path) -> bytes:
-    """Write PATH.csv, PATH.png and PATH.pdf; return the PNG."""
+    """Write PATH.csv, and pictures beside it; return the PNG."""
     pictures = pictures_of(drawing.chart)
     write_rows(drawing.rows, Path(f"{path}.csv"))
     for kind, content in pictures.items():
@@ -174,20 +198,20 @@ def write_rows(rows: Rows, path: Path) -> None:
 
 
 def pictures_of(chart: Chart | Picture) -> dict[str, bytes]:
-    """Return a chart as PNG and as PDF."""
+    """Return a chart as PNG and SVG, and as PDF at the width of a column of a paper."""
     if isinstance(chart, Picture):
         chart.draw_without_rendering()
-        chart.set_layout_engine("none")  # laid out once: both files keep the places that it has now
+        chart.set_layout_engine("none")  # laid out once: all files keep the places that it has now
         return {kind: _saved(chart, kind) for kind in METADATA}
     # matplotlib's own fonts: on every machine the same picture
     vl_convert.register_font_directory(str(Path(matplotlib.get_data_path()) / "fonts/ttf"))
-    # PNG and PDF are made of one SVG, so both show the same.
     svg = vl_convert.vegalite_to_svg(json.dumps(chart, allow_nan=False))
     image = Image.open(BytesIO(vl_convert.svg_to_png(svg, scale=PNG_SCALE)))
     png = BytesIO()
     # A palette makes the file smaller; dithering would put noise into even areas.
     image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(png, "png")
-    return {"png": png.getvalue(), "pdf": RESOURCES.sub(_in_order, vl_convert.svg_to_pdf(svg))}
+    pdf = RESOURCES.sub(_in_order, vl_convert.svg_to_pdf(paper_svg(chart)))
+    return {"png": png.getvalue(), "svg": svg.encode(), "pdf": pdf}
 
 
 def _saved(picture: Picture, kind: str) -> bytes:

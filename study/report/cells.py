@@ -1,13 +1,13 @@
 """Tables of the report as data, and as CSV and LaTeX files."""
 
 import csv
-import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from base.files import replaced_file
+from base.quantities import rounded, with_interval
 from quant_eval.estimate import Estimate
 from study.results.table import Row
 
@@ -19,18 +19,16 @@ class Cell(NamedTuple):
     """A cell of a table.
 
     Attributes:
-        text: the value as it is shown, with its unit.
+        text: the value as it is shown, in the unit that the head of the column has.
         interval: shown below it; empty for none.
         shade: opacity of the ground.
         numbers: the value, and what it has of `FURTHER`; empty for words.
-        unit: of the numbers; empty where the head of the column says it.
     """
 
     text: str
     interval: str = ""
     shade: float = 0.0
     numbers: tuple[float, ...] = ()
-    unit: str = ""
 
 
 class Table(NamedTuple):
@@ -84,39 +82,21 @@ def of_estimate(estimate: Estimate) -> Bounded:
     return Bounded(estimate.value, *estimate.interval())
 
 
-def cell(value: Bounded | None, digits: int, scale: float = 1.0, unit: str = "") -> Cell:
-    """Return the cell of a value in decimals, times `scale`."""
+def cell(value: Bounded | None, scale: float = 1.0, digits: int | None = None) -> Cell:
+    """Return the cell of a value times `scale`: in decimals, or as many as its interval allows."""
     if value is None:
         return Cell(MISSING)
     numbers = tuple(scale * end for end in value)
-    # z: what is rounded to zero has no sign
-    text, low, high = (f"{number:z.{digits}f}" for number in numbers)
-    shown_unit = f" {unit}" if unit else ""
-    return Cell(f"{text}{shown_unit}", f"[{low}, {high}]", numbers=numbers, unit=unit)
+    if digits is None:
+        text, _, interval = with_interval(*value, scale).partition(" ")
+        return Cell(text, interval, numbers=numbers)
+    text, low, high = (rounded(number, -digits) for number in numbers)
+    return Cell(text, f"[{low}, {high}]", numbers=numbers)
 
 
 def number(value: float, form: str) -> Cell:
     """Return the cell of a number without an interval."""
     return Cell(f"{value:{form}}", numbers=(value,))
-
-
-def percent_digits(values: Iterable[Bounded | None]) -> int:
-    """Decimals at which the largest of these shares has three figures in per cent; two at least."""
-    largest = max((abs(each.value) for each in values if each), default=1.0)
-    # In per cent a share of 10^k has k + 3 figures before the point at most.
-    return max(2, 1 - math.ceil(math.log10(largest))) if largest > 0 else 2
-
-
-def digits_of_smallest(values: Iterable[Bounded | None]) -> int:
-    """Decimals at which the smallest of these values has three figures; four at least."""
-    above = [each.value for each in values if each and each.value > 0]
-    return max(4, 2 - math.floor(math.log10(min(above, default=1.0))))
-
-
-def digits_of_errors(values: Iterable[Bounded | None], scale: float) -> int:
-    """Decimals at which the shortest of these intervals has two figures or more."""
-    widths = [each.high - each.low for each in values if each and each.high > each.low]
-    return max(0, 1 - math.floor(math.log10(scale * min(widths, default=1.0))))
 
 
 DIRECTORY = "tables"
@@ -139,15 +119,13 @@ def write_tables(directory: Path, tables: Sequence[Table], part: str = "") -> No
 def csv_rows(table: Table) -> Iterator[list[str | float]]:
     """Yield head and lines: a column per value, for each end of its interval, and for its p.
 
-    Values have all their digits and no unit, which is in the head. What is not measured is empty.
+    Values have all their digits. What is not measured is empty.
     """
     by_column = list(zip(*table.body, strict=True)) or [()] * len(table.head)
     widths = [max((len(cell.numbers) for cell in cells), default=0) for cells in by_column]
-    units = [next((cell.unit for cell in cells if cell.unit), "") for cells in by_column]
 
     head: list[str | float] = []
-    for title, unit, width in zip(table.columns, units, widths, strict=True):
-        name = f"{title}, {unit}" if unit else title
+    for name, width in zip(table.columns, widths, strict=True):
         head += [name, *(f"{name}, {other}" for other in FURTHER[: max(width - 1, 0)])]
     yield head
     for line in table.body:

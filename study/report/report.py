@@ -1,9 +1,11 @@
 """report.html: claims with effect sizes, figures, tables, settings and commands, in one file."""
 
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from base.errors import UserError
 from base.statistics import INTERVAL_LEVEL
 from quant_eval.measuring.statistics import METHOD
 from study.claims.page import HEAD, NOTE, claims_table, judge_all
@@ -11,9 +13,11 @@ from study.claims.verdict import Evidence
 from study.content import loaded
 from study.definition import Study
 from study.figures.canvas import Canvas
-from study.figures.figure import draw_all
+from study.figures.figure import draw_all, draw_one, figures_of
 from study.measurements.quantization import DOCUMENTS, is_calibrated
+from study.measurements.titles import shortened
 from study.paths import REPORT
+from study.report.answer import answer
 from study.report.cells import Table, write_tables
 from study.report.page import Section, write_page
 from study.report.parts import ShownPart, parts_of
@@ -56,8 +60,40 @@ def write_report(directory: Path, study: Study) -> Path:
         settings=settings_of(directory, study),
         commands=commands(directory, study),
         server=server_command(directory.parent),
+        draw=_draw_command(directory, study),
     )
     return directory / REPORT
+
+
+def _draw_command(directory: Path, study: Study) -> str:
+    """Return the command that draws a figure alone, but for its name."""
+    root = directory.parent
+    at = "" if root == Path("runs") else f" --root {shlex.quote(str(root))}"
+    return f"python -m study report {study.name}{at} --figure"
+
+
+def draw_alone(directory: Path, study: Study, name: str) -> list[str]:
+    """Draw one figure, in every experiment that shows it; return the paths of the PDFs.
+
+    Raises:
+        UserError: the study has no such figure, or nothing of it is measured yet.
+    """
+    shown = [
+        (part, [figure.name for figure in figures_of(part.study, part.experiment)])
+        for part in parts_of(study, read_table(directory, study))
+    ]
+    known = dict.fromkeys(each for _, names in shown for each in names)
+    if name not in known:
+        raise UserError(f"{study.name} has no figure {name}; take one of: {', '.join(known)}")
+    paths = [
+        draw_one(Canvas(part.study, part.rows, directory), name, part.experiment)
+        for part, names in shown
+        if name in names
+    ]
+    drawn = [str(path) for path in paths if path]
+    if not drawn:
+        raise UserError(f"{directory} holds nothing of {name} yet; see 'python -m study status'")
+    return drawn
 
 
 def _section(part: ShownPart, paired: Paired, kinds: StudyKinds) -> Section:
@@ -66,7 +102,9 @@ def _section(part: ShownPart, paired: Paired, kinds: StudyKinds) -> Section:
     directory, name = paired.directory, experiment.name if experiment else ""
     canvas, evidence = Canvas(study, rows, directory), Evidence(study, rows, paired, experiment)
     figures, empty = draw_all(canvas, experiment)
-    effects = effect_tables(study, effects_of(study, rows, paired))
+    measured = effects_of(study, rows, paired)
+    effects = effect_tables(study, measured)
+    claims = claims_table(judge_all(study, rows, paired, experiment))
     tables = _tables(study, rows, paired)
     tables += [table for make in loaded("tables") for table in make(evidence)]
     write_tables(directory, [*effects, *tables], name)
@@ -74,11 +112,13 @@ def _section(part: ShownPart, paired: Paired, kinds: StudyKinds) -> Section:
     return Section(
         name,
         experiment.title if experiment else "",
+        answer(study, measured, claims),
         " ".join([_facts(study, rows), *mixed]),
+        *shortened(study.quantization.specs),
         canvas.runs,
         figures,
         empty,
-        claims_table(judge_all(study, rows, paired, experiment)),
+        claims,
         AGAINST if mixed else "",
         " ".join(filter(None, (make(evidence) for make in loaded("sentences")))),
         effects,

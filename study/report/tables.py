@@ -1,9 +1,9 @@
 """Tables of the report: effects of the factors, and figures of the ends of training."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 
 from base.grouping import grouped
+from base.quantities import MILLI, MILLINATS
 from base.statistics import INTERVAL_LEVEL
 from quant_eval.specs import parse_spec
 from study.axes import Axis, text_of
@@ -11,8 +11,6 @@ from study.definition import Study
 from study.measurements.kind import NATS, Column
 from study.measurements.quantization import (
     CROSS_ENTROPY,
-    DIVERGENCE,
-    LOSS_INCREASE,
     QUANTIZED_LOSS,
     RELATIVE_ERROR,
 )
@@ -25,10 +23,7 @@ from study.report.cells import (
     Table,
     bounded,
     cell,
-    digits_of_errors,
-    digits_of_smallest,
     of_estimate,
-    percent_digits,
 )
 from study.results.averages import compared_models
 from study.results.effects import Effect, Measured, measures
@@ -105,8 +100,9 @@ def _note(study: Study, axis: Axis, effects: Sequence[Effect]) -> str:
 
 
 FINAL_LOSS = "final loss"
+LOSSES = (CROSS_ENTROPY, QUANTIZED_LOSS)
 DARKEST = 0.55  # opacity of the largest value of a heat table
-PERCENT = "%"
+LOSS_DIGITS = 3  # decimals of a loss
 OF_FIRST_SEED = " Of the first seed of each setting."
 
 
@@ -118,38 +114,40 @@ def end_table(study: Study, summaries: Sequence[RunSummary], paired: Paired) -> 
     measured = [ends, controls] if study.controls else [ends]
 
     specs, (first, *others) = study.quantization.specs, study.quantization.measures
-    columns = [[cell(_mean(rows, specs[0], CROSS_ENTROPY, paired), 3) for rows in ends]]
+    losses = [_mean(rows, specs[0], CROSS_ENTROPY, paired) for rows in ends]
+    columns = [[_shown(CROSS_ENTROPY, loss) for loss in losses]]
     for spec in specs:
         # The first error is compared with the control's, the others are of the ends alone.
         for error, sides in ((first, measured), *((other, [ends]) for other in others)):
-            values = [[_mean(rows, spec, error, paired) for rows in side] for side in sides]
-            columns += _cells(error, values)
+            columns += [
+                [_shown(error, _mean(rows, spec, error, paired)) for rows in side] for side in sides
+            ]
 
     body = [[Cell(group), *cells] for group, *cells in zip(groups, *columns, strict=True)]
     names = [_named(first), "the same, not annealed"][: len(measured)]
     names += [_named(other) for other in others]
-    head = [study.heading, f"{FINAL_LOSS}, {NATS}", *names * len(specs)]
+    head = [study.heading, _named(CROSS_ENTROPY, FINAL_LOSS), *names * len(specs)]
     heads = [("", 2), *((spec_title(spec), len(names)) for spec in specs)]
     return Table("End of training", _means_note(groups.values()), head, body, heads)
 
 
-def _named(figure: Column) -> str:
-    """Return the title of a figure, with its unit where cells leave it out."""
-    return figure.title if figure.is_share else f"{figure.title}, {figure.unit}"
-
-
-def _cells(figure: Column, columns: Sequence[Sequence[Bounded | None]]) -> Iterator[list[Cell]]:
-    """Yield the cells of columns of one figure, all with as many digits."""
-    layout = _layout(figure, [*chain(*columns)])
-    for values in columns:
-        yield [cell(value, *layout) for value in values]
-
-
-def _layout(figure: Column, values: Sequence[Bounded | None]) -> tuple[int, float, str]:
-    """Return digits, factor and unit of the cells of a figure."""
+def _unit(figure: Column) -> tuple[float, str]:
+    """Return the factor that values of a figure are shown with, and their unit then."""
     if figure.is_share:
-        return percent_digits(values), 100, PERCENT
-    return digits_of_smallest(values), 1, ""
+        return 100, "%"
+    if figure.unit == NATS and figure not in LOSSES:
+        return MILLI, MILLINATS
+    return 1, figure.unit
+
+
+def _named(figure: Column, title: str = "") -> str:
+    """Return the title of a figure with the unit of its cells."""
+    return ", ".join(filter(None, (title or figure.title, _unit(figure)[1])))
+
+
+def _shown(figure: Column, value: Bounded | None) -> Cell:
+    """Return the cell of a value; digits of losses do not depend on their intervals."""
+    return cell(value, _unit(figure)[0], LOSS_DIGITS if figure in LOSSES else None)
 
 
 def _means_note(groups: Iterable[Sequence[RunSummary]]) -> str:
@@ -201,7 +199,6 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary], paired: Paired) -
             values_of_end: _mean([end.last for end in of_seeds], spec, error, paired)
             for values_of_end, of_seeds in ends.items()
         }
-        layout = _layout(error, [*means.values()])
         largest = max((each.value for each in means.values() if each), default=1.0)
         body = []
         for head in heads:
@@ -211,12 +208,11 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary], paired: Paired) -
                 # Opacity grows with the value, so that the largest one is the darkest.
                 shade = DARKEST * value.value / largest if value and largest > 0 else 0.0
                 # No such run is an empty cell, a run that is not measured yet says so.
-                shown = cell(value, *layout) if values_of_end in ends else Cell("")
+                shown = _shown(error, value) if values_of_end in ends else Cell("")
                 line.append(shown._replace(shade=round(max(shade, 0.0), 3)))
             body.append(line)
         title = f"{_capital(error.title)} at the end of training: {spec_title(spec)}"
-        unit = "" if error.is_share else f"{_capital(error.unit)}. "  # cells have their per cent
-        note = f"{unit}{_means_note(ends.values())}".rstrip()
+        note = f"{_capital(_named(error))}. {_means_note(ends.values())}".rstrip()
         tables.append(Table(title, note, [first.name, *columns], body, groups))
     return tables
 
@@ -238,9 +234,8 @@ def method_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
     detailed = _detailed(study, summaries)
     for spec in shown_methods(study):
         values = [bounded(end.last, error.of(spec)) for end in detailed]
-        (cells,) = _cells(error, [values])
-        body.append([Cell(spec_title(spec)), *cells])
-    note = f"{_capital(error.title)} in {error.shown_unit}, by {study.heading}."
+        body.append([Cell(spec_title(spec)), *(_shown(error, value) for value in values)])
+    note = f"{_capital(_named(error))}, by {study.heading}."
     note += OF_FIRST_SEED if len(detailed) < len(summaries) else ""
     head = ["method", *(end.label for end in detailed)]
     return Table("Methods at the end of training", note, head, body)
@@ -256,29 +251,20 @@ def average_table(study: Study, rows: Sequence[Row]) -> Table | None:
     figures = dict.fromkeys((QUANTIZED_LOSS, RELATIVE_ERROR, *study.quantization.measures))
     shown = [(CROSS_ENTROPY, specs[0]), *((figure, spec) for spec in specs for figure in figures)]
 
-    # digits, factor and unit of each column
-    formats: dict[str, tuple[int, float, str]] = {}
-    for figure, spec in shown:
-        column = figure.of(spec)
-        formats[column] = (5 if figure in (DIVERGENCE, LOSS_INCREASE) else 3, 1, "")
-        if figure.is_share:
-            digits = percent_digits(bounded(row, column) for *_, row in compared)
-            formats[column] = (digits, 100, PERCENT)
     body = [
         [
             Cell(label),
             Cell(model),
-            *(cell(bounded(row, column), *layout) for column, layout in formats.items()),
+            *(_shown(figure, bounded(row, figure.of(spec))) for figure, spec in shown),
         ]
         for label, model, row in compared
     ]
 
-    names = ["error" if figure == RELATIVE_ERROR else figure.title for figure in figures]
+    names = [_named(figure) for figure in figures]
     note = (
         "At the end of each phase and of each soup: averages beside the weights of the same step."
-        " Losses and divergences in nats per token."
     )
-    head = [study.heading, "weights", "loss", *names * len(specs)]
+    head = [study.heading, "weights", _named(CROSS_ENTROPY, "loss"), *names * len(specs)]
     groups = [("", 3), *((spec_title(spec), len(figures)) for spec in specs)]
     return Table("Averages of weights", note, head, body, groups)
 
@@ -290,14 +276,10 @@ def step_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
     body = []
     detailed = _detailed(study, summaries)
     for spec in study.quantization.by_block:
-        terms = {}
-        for term in (column.of(spec) for column in TERMS):
-            terms[term] = digits_of_errors((bounded(end.last, term) for end in detailed), 1e3)
-        ratios = [ratio.of(spec) for ratio in RATIOS]
         for end in detailed:
             line = [Cell(end.label), Cell(spec_title(spec))]
-            line += [cell(bounded(end.last, term), digits, 1e3) for term, digits in terms.items()]
-            body.append([*line, *(cell(bounded(end.last, ratio), 2) for ratio in ratios)])
+            line += [cell(bounded(end.last, term.of(spec)), MILLI) for term in TERMS]
+            body.append([*line, *(cell(bounded(end.last, ratio.of(spec))) for ratio in RATIOS)])
     titles = [column.title for column in (*TERMS, *RATIOS)]
     head = [study.heading, "quantization", *titles]
     note = (
@@ -308,6 +290,5 @@ def step_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
         " Intervals are 95%, over microbatches."
     )
     note += OF_FIRST_SEED if len(detailed) < len(summaries) else ""
-    unit = "thousandths of a nat per token"
-    groups = [("", 2), (unit, len(TERMS)), ("curvature", len(RATIOS))]
+    groups = [("", 2), (MILLINATS, len(TERMS)), ("curvature", len(RATIOS))]
     return Table("Along the quantization step", note, head, body, groups)
