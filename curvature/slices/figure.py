@@ -16,6 +16,8 @@ from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 from scipy.interpolate import CubicSpline
 
+from base.quantities import MILLI, MILLINATS
+
 LOOK: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -89,7 +91,7 @@ def _colours(levels: list[float]) -> tuple[ListedColormap, BoundaryNorm]:
 
 
 def _written(level: float, _position: float | None = None) -> str:
-    return f"{level:g}".replace("-", "\N{MINUS SIGN}")
+    return f"{MILLI * level:g}".replace("-", "\N{MINUS SIGN}")
 
 
 def with_error(value: float, error: float, sign: str = "") -> str:
@@ -134,10 +136,10 @@ def mark_points(axes: Axes, points: list[dict[str, Any]]) -> None:
 
 
 def costs(result: dict[str, Any]) -> str:
-    """Return the increases at the points other than the first, with errors over sequences."""
+    """Return the increases at the other points in thousandths, with errors over sequences."""
     return "\n".join(
         f"{symbol_of(point['name'])}  "
-        + with_error(point["increase"], point["increase_standard_error"], "+")
+        + with_error(MILLI * point["increase"], MILLI * point["increase_standard_error"], "+")
         for point in result["measured"]["points"][1:]
     )
 
@@ -173,5 +175,5 @@ def add_colour_bar(figure: Figure, filled: ContourSet, beside: Axes, over: str) 
     bar = figure.colorbar(
         filled, cax=beside, ticks=filled.levels, spacing="uniform", format=_written
     )
-    bar.set_label(f"loss over that of {over},\nnats per token")
+    bar.set_label(f"loss over that of {over},\n{MILLINATS}")
     bar.minorticks_off()

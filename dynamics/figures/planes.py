@@ -17,6 +17,7 @@ from matplotlib.figure import Figure as Picture
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
+from base.quantities import MILLI, MILLINATS
 from ckpt_tools.hf.measured import ProjectedPoint, Slice, TrajectoryPlane
 from ckpt_tools.hf.results import read_result
 from curvature.slices.figure import (
@@ -44,7 +45,7 @@ LETTER, LINE, MARK = 4.9, 11, 4
 REACHES = (12, 24, 36)  # points of a name from its place, as far as others are nearer
 DISTANCE = "distance of the weights"
 X, Y = f"{DISTANCE}, along x", f"{DISTANCE}, along y"
-LOSS = f"loss ({NATS})"
+LOSS = f"loss, {NATS}"
 BRANCH, TRUNK = "#1f66a8", INK  # of lines: the runs that branch off, and the one they leave
 
 
@@ -113,8 +114,9 @@ def _plane_rows(results: Mapping[str, dict[str, Any]]) -> Rows:
         rows += _grid_rows(head, measured["grid"])
         for point in measured["points"]:
             values = {X: point["x"], Y: point["y"], LOSS: point["loss"]}
-            values |= {"increase over the first": point["increase"]}
-            values |= {"its standard error": point["increase_standard_error"]}
+            error = MILLI * point["increase_standard_error"]
+            values |= {f"increase over the first, {MILLINATS}": MILLI * point["increase"]}
+            values |= {f"its standard error, {MILLINATS}": error}
             rows.append(head | {"series": point["name"]} | values)
     return rows
 
@@ -295,7 +297,7 @@ def _trajectory_rows(
             point = place.point
             values: dict[str, Any] = {"step": place.model.step, X: point.x, Y: point.y}
             values |= {LOSS: point.loss}
-            values |= {f"loss of the checkpoint itself ({NATS})": point.checkpoint_loss}
+            values |= {f"loss of the checkpoint itself, {NATS}": point.checkpoint_loss}
             values |= {"distance off the plane": point.off_plane}
             values |= {"its share of the distance from the mean": point.off_plane_share}
             rows.append(head | {"series": labels[place.run]} | values)

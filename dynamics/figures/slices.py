@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure as Picture
 from matplotlib.lines import Line2D
 
+from base.quantities import MILLI, MILLINATS
 from ckpt_tools.hf.measured import Slice
 from curvature.slices.figure import (
     BAR_INCHES,
@@ -26,7 +27,7 @@ from curvature.slices.figure import (
     symbol_of,
 )
 from study.figures.canvas import Canvas
-from study.figures.charts import NATS, Rows
+from study.figures.charts import Rows
 from study.figures.figure import Drawn, figure
 from study.measurements.titles import spec_title
 from study.paths import slice_result
@@ -39,7 +40,7 @@ NAMES = {"base": "weights at the end of training", "previous": "one checkpoint b
 ALONG = ("along the last step", "towards the quantized weights")
 LENGTH = "distance / length of the quantization step"
 X, Y = (f"{LENGTH}, {along}" for along in ALONG)
-INCREASE = f"loss over that of the last ({NATS})"
+INCREASE = f"loss over that of the last, {MILLINATS}"
 
 
 @figure(
@@ -128,10 +129,10 @@ def _rows(results: dict[str, dict[str, Any]]) -> Rows:
         grid, head = measured["grid"], {"run": label}
         for y, losses in zip(grid["y"], increase_over(result).tolist(), strict=True):
             for x, loss in zip(grid["x"], losses, strict=True):
-                point_values = {X: x, Y: y, INCREASE: loss}
+                point_values = {X: x, Y: y, INCREASE: MILLI * loss}
                 rows.append(head | {"series": "grid"} | point_values)
         for point in measured["points"]:
-            point_values = {X: point["x"], Y: point["y"], INCREASE: point["increase"]}
-            error = {f"standard error ({NATS})": point["increase_standard_error"]}
+            point_values = {X: point["x"], Y: point["y"], INCREASE: MILLI * point["increase"]}
+            error = {f"standard error, {MILLINATS}": MILLI * point["increase_standard_error"]}
             rows.append(head | {"series": point["name"]} | point_values | error)
     return rows

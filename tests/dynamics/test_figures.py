@@ -141,7 +141,7 @@ def test_a_branch_starts_at_its_parents_checkpoint(branched):
             by_step[f"wsd{start * 5 // 4}", start + start // 8],
         )
         values = [row[DIVERGENCE_AXIS.label] for row in pairs.pop(label)]
-        assert values == [parent[column], first[column]]
+        assert values == [1000 * parent[column], 1000 * first[column]]
     assert not pairs
 
 
@@ -187,7 +187,8 @@ def test_the_ends_are_at_what_is_varied_with_a_line_per_group(tmp_path, study, m
         (x,) = {layer["x"]["field"] for layer in encodings if "x" in layer}
         shown = {names[row["run"]]: (row[x] * per, row[y]) for row in data_of(panel)}
         assert shown == {
-            run: (pytest.approx(value), last[run][column]) for run, value in varied.values.items()
+            run: (pytest.approx(value), AXES[measure].scale * last[run][column])
+            for run, value in varied.values.items()
         }
         colours = {layer["color"]["field"] for layer in encodings if "color" in layer}
         assert colours == {"group" if len(set(varied.groups.values())) > 1 else "run"}
@@ -268,13 +269,12 @@ def test_a_study_at_work_is_drawn_as_far_as_it_is(branched):
 
 
 def test_a_quantity_names_its_column_with_its_unit():
-    loss = Quantity("loss", "nats per token")
+    loss = Quantity("loss", "nats/token")
     assert loss.values(1.0, (0.5, 2.0)) == {
-        "loss (nats per token)": 1.0,
-        "loss (nats per token), low": 0.5,
-        "loss (nats per token), high": 2.0,
+        "loss, nats/token": 1.0,
+        "loss, nats/token, low": 0.5,
+        "loss, nats/token, high": 2.0,
     }
-    assert Quantity("KL(a || b)", "nats").label == "KL(a || b), nats"
     assert not loss.logarithmic_for([loss.values(0.0, (-1.0, 2.0))]).is_log
     assert loss.logarithmic_for([loss.values(1.0, (0.0, 2.0))]).is_log
 
@@ -291,12 +291,14 @@ def test_the_figure_of_averages_holds_every_model(collected_dir, study):
         shown = data_of(panel)
         labels = ("loss", "quantized loss", "relative error", "KL")
         y = next(key for key in shown[0] if key.startswith(labels))
+        scale = {"relative_error": 100, "kl_divergence": 1000}.get(name, 1)
         # two soups are told by their names
         soups = {soup: soup for soup in ("soup-stable", "soup-anneal")}
         kinds = {"weights": None, "LAWA": "lawa5x16", **soups}
         values = [(names[row["run"]], kinds[row["series"]], row["step"], row[y]) for row in shown]
         expected = [
-            (row["run"], row["average"], row["step"], row[f"quant/{SPEC}/{name}"]) for row in rows
+            (row["run"], row["average"], row["step"], scale * row[f"quant/{SPEC}/{name}"])
+            for row in rows
         ]
         assert sorted(map(str, values)) == sorted(map(str, expected))
         shapes = [
@@ -331,7 +333,8 @@ def test_the_figure_holds_every_method_of_every_run(study_dir, study):
             column = measure.of(specs[row["method"]])
             values = [row[AXES[measure].label + end] for end in ("", ", low", ", high")]
             known = last[names[row["run"]]]
-            assert values == [known[column + end] for end in ("", "_low", "_high")]
+            ends = [known[column + end] for end in ("", "_low", "_high")]
+            assert values == [AXES[measure].scale * end for end in ends]
 
 
 def test_the_fonts_of_a_slice_are_none_that_publishers_refuse(study_dir, study):
@@ -382,8 +385,8 @@ def test_slices_share_one_scale_of_colours_and_have_their_points(study_dir, stud
         assert marked == dict(zip(MARKERS, places.values(), strict=True))
         text = next(label.get_text() for label in axis.texts if "\n" in label.get_text())
         # 0.08 at the one; 0.0008 + 0.032 - 0.002 at the other
-        assert "+0.0800 \N{PLUS-MINUS SIGN} 0.0040" in text
-        assert "+0.0308 \N{PLUS-MINUS SIGN} 0.0040" in text
+        assert "+80.0 \N{PLUS-MINUS SIGN} 4.0" in text
+        assert "+30.8 \N{PLUS-MINUS SIGN} 4.0" in text
 
 
 def test_a_picture_is_drawn_of_a_chart_of_which_a_run_is_hidden(branched):
@@ -409,4 +412,4 @@ def test_accuracy_is_drawn_task_by_task_and_in_the_mean(study_dir, study):
     drawing = drawn(tasks, Canvas(measured, rows, study_dir))
     assert [row["task"] for row in drawing.rows] == ["mean of the tasks"] * 4 + ["piqa"] * 4
     label = next(key for key in drawing.rows[0] if key.startswith("accuracy lost"))
-    assert {row[label] for row in drawing.rows} == {0.1, 0.2}
+    assert {row[label] for row in drawing.rows} == {10, 20}, "in percent"

@@ -18,8 +18,8 @@ from train.run.config import RunConfig
 
 SPECS = ("gptq-b3-g32", "gptq-b4-g32")
 SEEDS = (1, 2)
-LOSS, QUANTIZED = "full-precision loss (nats per token)", "quantized loss (nats per token)"
-KL = "KL(full || quantized), nats per token"
+LOSS, QUANTIZED = "full-precision loss, nats/token", "quantized loss, nats/token"
+KL = "KL divergence, 10^-3 nats/token"
 ADDED = {"qat": 0.04, "noise": 0.02, "sam": 0.01}  # to the loss, by the kind of perturbation
 
 

@@ -9,7 +9,7 @@ from dynamics.choices.arms import choice_line
 from dynamics.figures.averages import averages
 from dynamics.figures.ends import anneal_against_control
 from dynamics.figures.quantization import (
-    INCREASE,
+    INCREASE_AXIS,
     LOST,
     accuracy_degradation,
     kl_divergence,
@@ -102,9 +102,9 @@ def test_the_difference_of_the_anneal_is_of_the_measure(tmp_path):
     smoke = resolve("tiny", "smoke")
     directory = write_study(tmp_path / smoke.name, smoke)
     rows = table_of(directory, smoke)
-    for measure, difference in (
-        ("relative_error", "annealed - not annealed"),
-        ("absolute_error", "annealed - not annealed (nats per token)"),
+    for measure, scale, difference in (
+        ("relative_error", 100, "annealed - not annealed, %"),
+        ("absolute_error", 1000, "annealed - not annealed, 10^-3 nats/token"),
     ):
         changed = showing(smoke, measure)
         assert next(each.headline(changed) for each in figures_of(changed))
@@ -113,7 +113,7 @@ def test_the_difference_of_the_anneal_is_of_the_measure(tmp_path):
         ends = summarize(changed, rows)
         column = f"quant/gptq-b3-g32/{measure}"
         assert [row[difference] for row in of_figure] == pytest.approx(
-            [present(end.last)[column] - present(end.control)[column] for end in ends],
+            [scale * (present(end.last)[column] - present(end.control)[column]) for end in ends],
             rel=1e-6,
         )
 
@@ -135,12 +135,12 @@ def test_averages_are_compared_by_it_too(study_dir, study):
     for measure, is_shown in (("absolute_error", True), ("kl_divergence", False)):
         changed = showing(study, measure)
         head = present(average_table(changed, rows)).head
-        assert head.count("loss increase") == is_shown * len(study.quantization.specs)
-        assert head[3:6] == ["quantized loss", "error", "loss increase"][: 2 + is_shown] + [
-            "KL divergence"
-        ] * (not is_shown)
+        increase = "loss increase, 10^-3 nats/token"
+        assert head.count(increase) == is_shown * len(study.quantization.specs)
+        last = increase if is_shown else "KL divergence, 10^-3 nats/token"
+        assert head[3:6] == ["quantized loss, nats per token", "relative error, %", last]
         shown = drawn(averages, Canvas(changed, rows, study_dir)).rows
-        assert any(INCREASE.label in row for row in shown) is is_shown
+        assert any(INCREASE_AXIS.label in row for row in shown) is is_shown
 
 
 def test_nothing_else_changes_for_the_default(study):
@@ -180,11 +180,11 @@ def test_losses_are_beside_accuracy_at_the_tokens_of_every_checkpoint(study_dir,
         (names[row["run"]], row["step"], titles[row["panel"]]): row[LOST.label]
         for row in accuracies
     }
-    assert found == lost
+    assert found == {place: 100 * value for place, value in lost.items()}
     for row in accuracies:
         value, tokens = row[LOST.label], row["step"] * changed.trained[0].tokens_per_step
-        assert row[f"{LOST.label}, low"] == pytest.approx(value - 0.01)
-        assert row[f"{LOST.label}, high"] == pytest.approx(value + 0.02)
+        assert row[f"{LOST.label}, low"] == pytest.approx(value - 1)
+        assert row[f"{LOST.label}, high"] == pytest.approx(value + 2)
         assert row[canvas.tokens.label] * canvas.unit == tokens
-    errors = [row for row in shown if "relative error of the loss" in row]
+    errors = [row for row in shown if "relative error of the loss, %" in row]
     assert len(errors) == len(accuracies)

@@ -176,7 +176,7 @@ def dashes_of(picture: ET.Element) -> set[str]:
     return {"solid" if dash == "1,0" else dash for dash in dashes}
 
 
-FULL, QUANTIZED = "full-precision loss (nats per token)", "quantized loss (nats per token)"
+FULL, QUANTIZED = "full-precision loss, nats/token", "quantized loss, nats/token"
 
 
 def test_quantized_against_full_loss_has_equal_axes_and_the_line_between(tmp_path):
@@ -255,8 +255,8 @@ def test_lawa_is_a_dashed_dense_curve_beside_cooldowns_that_leave_the_constant_r
     starts = links_of(panels[2])[::2]
     left = [stable[step] for step in (40_000, 80_000, 120_000, 152_000)]
     assert [row[canvas.tokens.label] for row in starts] == [row["tokens"] / 1e9 for row in left]
-    assert [row["relative error of the loss"] for row in starts] == [
-        row["quant/gptq-b3-g128/relative_error"] for row in left
+    assert [row["relative error of the loss, %"] for row in starts] == [
+        100 * row["quant/gptq-b3-g128/relative_error"] for row in left
     ]
 
     small = canvas_of(tmp_path / "small", resolve("pythia-160m-lawa", "smoke"))
@@ -299,7 +299,7 @@ def test_of_one_model_the_widths_are_dashes_in_one_panel(study, tmp_path):
         "GPTQ, 4 bits, groups of 32": "quant/gptq-b4-g32/cross_entropy_quantized",
         "GPTQ, 3 bits, groups of 32": "quant/gptq-b3-g32/cross_entropy_quantized",
     }
-    label = "held-out loss (nats per token)"
+    label = "held-out loss, nats/token"
     for name, column in series.items():
         shown = [row for row in drawing.rows if row["series"] == name]
         expected = [(row["tokens"] / 1e9, row[column]) for row in table.values()]
@@ -339,7 +339,7 @@ def test_of_several_models_every_width_has_its_panel_on_one_scale(study, tmp_pat
     scales = [
         json.dumps(axis["scale"])
         for panel in panels
-        for axis in axes_of(panel, "held-out loss (nats per token)")
+        for axis in axes_of(panel, "held-out loss, nats/token")
     ]
     (scale,) = set(scales)
     losses_of = [row["quant/gptq-b3-g32/cross_entropy_quantized"] for row in canvas.table]
@@ -392,8 +392,8 @@ def test_the_error_is_beside_trace_and_eigenvalue(tmp_path):
         [each] for each in (*titles, "GPTQ, 3 bits, groups of 32")
     ]
     shown = [row for row in drawing.rows if row["panel"].startswith("GPTQ")]
-    assert sorted(row["relative error of the loss"] for row in shown) == sorted(
-        row["quant/gptq-b3-g32/relative_error"] for row in canvas.table
+    assert sorted(row["relative error of the loss, %"] for row in shown) == sorted(
+        100 * row["quant/gptq-b3-g32/relative_error"] for row in canvas.table
     )
 
 
@@ -403,22 +403,22 @@ def test_budgets_have_a_series_per_schedule(tmp_path):
     drawing = drawn(ends, canvas)
     table = {(row["run"], row["step"]): row for row in canvas.table}
     panels = chart_of(drawing)["concat"]
-    axis = "budget (billion tokens)"
+    axis = "budget, billion tokens"
     shown = [
         row
         for row in drawing.rows
-        if row["panel"] == "GPTQ, 4 bits, groups of 128" and "relative error of the loss" in row
+        if row["panel"] == "GPTQ, 4 bits, groups of 128" and "relative error of the loss, %" in row
     ]
     for group, kind in (("cosine", "cosine"), ("WSD", "wsd")):
         points = [
-            (round(row[axis], 1), row["relative error of the loss"])
+            (round(row[axis], 1), row["relative error of the loss, %"])
             for row in shown
             if row["group"] == group
         ]
         assert points == [
             (
                 pytest.approx(step * 524_288 / 1e9, abs=0.06),
-                table[f"{kind}-{tokens}b", step]["quant/gptq-b4-g128/relative_error"],
+                100 * table[f"{kind}-{tokens}b", step]["quant/gptq-b4-g128/relative_error"],
             )
             for step, tokens in ((23_750, 12.5), (47_500, 24.9), (95_000, 49.8), (190_000, 99.6))
         ]

@@ -79,7 +79,7 @@ def test_a_plane_has_its_points_their_names_and_their_distances(study, tmp_path)
     # 3; from either to the average sqrt(1.5^2 + 2^2)
     assert sorted(word for word in words if word in {"3", "2.5"}) == ["2.5", "2.5", "3"]
     cost = next(word for word in words if "\n" in word)
-    assert "annealed  +0.0000 \N{PLUS-MINUS SIGN} 0.0040" in cost
+    assert "annealed  +0.0 \N{PLUS-MINUS SIGN} 4.0" in cost
     assert "average  \N{MINUS SIGN}0.1250 \N{PLUS-MINUS SIGN} 0.0040" in cost
 
     rows = [row for row in drawing.rows if row["series"] == "grid"]
@@ -131,6 +131,4 @@ def test_a_trajectory_has_a_line_of_its_own_and_one_from_where_each_branch_leave
     of_checkpoints = [row for row in drawing.rows if row["series"] != "grid"]
     assert {(row[X], row[Y]) for row in of_checkpoints} == set(places.values())
     assert len(of_checkpoints) == len(places)
-    assert {row["loss of the checkpoint itself (nats per token)"] for row in of_checkpoints} == {
-        3.5
-    }
+    assert {row["loss of the checkpoint itself, nats/token"] for row in of_checkpoints} == {3.5}

@@ -59,7 +59,7 @@ def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
             (row[MEASURED.label], row[PREDICTED.label]) for row in marks["data"]["values"]
         )
         measured = [
-            sign * 1e-3 * run.optimizer.peak_lr / part
+            sign * run.optimizer.peak_lr / part
             for run in study.runs
             for part in (1, *[BLOCKS] * BLOCKS)
         ]
@@ -74,7 +74,7 @@ def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
         marks = panel["layer"][-1]
         remainders = [row[REMAINDER.label] for row in marks["data"]["values"]]
         expected = [
-            sign * 4e-5 * run.optimizer.peak_lr / part
+            sign * 0.04 * run.optimizer.peak_lr / part
             for run in study.runs
             for part in (*[BLOCKS] * BLOCKS, 1)
         ]
@@ -282,7 +282,7 @@ def test_the_figure_holds_every_row_at_its_place(probed):
     drawing = drawn(probe, Canvas(study, table, directory))
     during = [row for row in drawing.rows if row["series"] == "while training"]
     assert {(row["run"], row["panel"], row["step"]): row[INCREASE.label] for row in during} == {
-        (run, f"RTN, {bits} bits, groups of 32", step): step / 10**bits
+        (run, f"RTN, {bits} bits, groups of 32", step): 1000 * (step / 10**bits)
         for run, widths in (("0", (3, 4)), ("0.1", (3,)))
         for bits in widths
         for step in STEPS
@@ -290,7 +290,7 @@ def test_the_figure_holds_every_row_at_its_place(probed):
     saved = [row for row in drawing.rows if row["series"] == "checkpoint"]
     assert {row["panel"] for row in saved} == {"RTN, 3 bits, groups of 32"}
     assert len(saved) == len([row for row in table if row["average"] is None])
-    assert all(row[INCREASE.label] == 0.01 * row["step"] for row in saved)
+    assert all(row[INCREASE.label] == 1000 * (0.01 * row["step"]) for row in saved)
     outputs = {
         (row["panel"], row["series"], row["run"], row["step"]): row[OUTPUT.label]
         for row in drawing.rows

@@ -105,10 +105,10 @@ def test_steps_by_forward_passes_are_beside_exact_products(tmp_path, study):
     table = table_of(directory, changed)
     drawing = drawn(sharpness, Canvas(changed, table, directory))
     rows = [row for row in drawing.rows if row["panel"] == "Curvature along quantization steps"]
-    specs, unit = study.quantization.by_block, "(nats per token / (unit of the parameters)^2)"
+    specs, unit = study.quantization.by_block, "nats/token / (unit of the parameters)^2"
     assert len(rows) == len(specs) * len(study.runs)
     shown = [
-        (row[f"curvature by forward passes {unit}"], row[f"curvature by Hessian products {unit}"])
+        (row[f"curvature by forward passes, {unit}"], row[f"curvature by Hessian products, {unit}"])
         for row in rows
     ]
     # The step is 2 long: d'Hd / |d|^2 is half of the second order, which is d'Hd / 2.

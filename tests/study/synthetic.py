@@ -4,9 +4,11 @@ tests and for looking.
 
 import json
 import math
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from base.frozen import fingerprint
 from base.outlier_names import FIGURES
@@ -35,7 +37,14 @@ from train.run.config import RunConfig
 from train.run.directory import CHECKPOINT_JSON, CheckpointRecord, RunDirectory
 from train.run.schedules import learning_rate
 
-PICTURE = bytes(200)  # in place of each that is left out
+
+def _picture() -> bytes:
+    out = BytesIO()
+    Image.radial_gradient("L").save(out, "png")
+    return out.getvalue()
+
+
+PICTURE = _picture()  # in place of each that is left out
 ATTEMPT = {  # an entry of environment.json; versions that no release has
     "quantdyn": "7.8.9",
     "commit": "c0ffee" * 6 + "c0ff",
@@ -299,7 +308,7 @@ def _told(run: RunConfig, model: MeasuredModel) -> dict | None:
 
 def draw_nothing(patch: pytest.MonkeyPatch) -> None:
     """Leaves figures their rows and charts alone: pictures take most of a report's time."""
-    patch.setattr(figure, "pictures_of", lambda _: {"png": PICTURE, "pdf": PICTURE})
+    patch.setattr(figure, "pictures_of", lambda _: dict.fromkeys(("png", "svg", "pdf"), PICTURE))
 
 
 def write_study(directory: Path, study: Study) -> Path:

@@ -33,7 +33,7 @@ def steps(canvas: Canvas) -> Drawn | None:
     return drawn([(rows, panel([marks(rows, canvas.runs, x, x)], "", 1))], 1)
 
 
-@claim("steps", "Steps rise", source="page 1", needs="checkpoints")
+@claim("steps", "Steps rise", source="page 1", needs="checkpoints", figure="steps")
 def rising(evidence: Evidence) -> list[Verdict]:
     """Judge that there are rows."""
     return [Verdict("supported", f"{len(evidence.rows)} rows", p=0.001, holds_seeds=True)]

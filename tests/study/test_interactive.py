@@ -126,7 +126,10 @@ def test_a_button_hides_a_run_in_all_figures_and_shows_it_again(browser, report)
     # a quarter of the marks is that of one of the four runs
     assert hidden == [count * 3 // 4 for count in before]
     assert browser.value(f"{button}.getAttribute('aria-pressed')") == "false"
-    browser.value(f"{button}.click()")
+    # An entry of a legend does what its button does.
+    entry = "document.querySelectorAll('#figure-kl_divergence .role-legend-label text')[2]"
+    click = "dispatchEvent(new MouseEvent('click', {bubbles: true}))"
+    browser.value(f"{entry}.{click}")
     assert browser.value(SETTLED)
     assert [browser.value(count_of(name)) for name in NAMES] == before
 
@@ -140,10 +143,9 @@ def test_under_the_pointer_is_everything_that_is_known_of_a_value(browser, repor
     text = next(
         label for label in browser.value(labels) if "run: 0.01" in label and "step: 640" in label
     )
-    value = "KL(full || quantized), nats per token"
-    assert f"{value}: {float(row[value]):.6g}" in text
-    for name in (f"{value}, low", f"{value}, high"):
-        assert f"{name}: {float(row[name]):.4g}" in text
+    value = "KL divergence, 10^-3 nats/token"
+    shown, low, high = (f"{float(row[value + end]):.3g}" for end in ("", ", low", ", high"))
+    assert f"{value}: {shown} [{low}, {high}]" in text
     for fact in ("series: weights", "tokens: 1,310,720", "learning rate: 0", "phase: anneal"):
         assert fact in text
 
@@ -163,13 +165,13 @@ def test_the_policy_stops_scripts_and_requests(browser):
 
 
 @pytest.mark.parametrize(
-    ("name", "figure", "head"),
+    ("name", "figure", "head", "scale"),
     [
-        ("quantization_error", "relative_error", "relative error of the loss"),
-        ("kl_divergence", "kl_divergence", "KL(full || quantized), nats per token"),
+        ("quantization_error", "relative_error", "relative error of the loss, %", 100),
+        ("kl_divergence", "kl_divergence", "KL divergence, 10^-3 nats/token", 1000),
     ],
 )
-def test_the_data_beside_a_figure_are_the_tables(report, study, name, figure, head):
+def test_the_data_beside_a_figure_are_the_tables(report, study, name, figure, head, scale):
     rows = [
         row for row in written(report.parent / f"figures/{name}.csv") if row["series"] == "weights"
     ]
@@ -181,7 +183,7 @@ def test_the_data_beside_a_figure_are_the_tables(report, study, name, figure, he
     }
     expected = {
         (f"GPTQ, {bits} bits, groups of 32", row["learning_rate"], row["step"]): [
-            row[f"quant/gptq-b{bits}-g32/{figure}{end}"] for end in ("", "_low", "_high")
+            scale * row[f"quant/gptq-b{bits}-g32/{figure}{end}"] for end in ("", "_low", "_high")
         ]
         for bits in (3, 4)
         for row in read_table(report.parent, study)

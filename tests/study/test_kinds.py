@@ -76,7 +76,9 @@ def test_every_run_and_result_is_named_with_its_kind(study_dir, study):
 
 
 def test_the_page_says_so_below_the_claims(tmp_path, study):
-    claim = Claim("rates", "Rates matter", "page 1", "rates", lambda _: [], lambda _: True)
+    claim = Claim(
+        "rates", "Rates matter", "page 1", "rates", "losses", lambda _: [], lambda _: True
+    )
     lines = claims_table([(claim, [Verdict("supported", "by eye", p=0.001)])])
     runs = Canvas(study, [], tmp_path).runs
     given = {"study": study, "newest": "", "facts": "", "claims_head": HEAD, "note": NOTE}
@@ -89,7 +91,9 @@ def test_the_page_says_so_below_the_claims(tmp_path, study):
 
 
 def test_it_is_printed_with_what_speaks_against_single_claims():
-    claim = Claim("rates", "Rates matter", "page 1", "rates", lambda _: [], lambda _: True)
+    claim = Claim(
+        "rates", "Rates matter", "page 1", "rates", "losses", lambda _: [], lambda _: True
+    )
     judged = [(claim, [Verdict("supported", "by eye", p=0.001, against="lr3e-3: lower")])]
     table = claims_table(judged)
     lines = list(claims_lines(table, "Trained on processors of different kinds: a on b."))

@@ -17,6 +17,7 @@ from study.pipeline.runner import Runner, locked
 from study.step import Step
 from study.tracking.importer import mirror
 from tests.study.running import command, noting, python_step
+from tests.study.synthetic import PICTURE
 from tests.study.tracking.stores import Database
 
 WAITING = """
@@ -84,7 +85,7 @@ def refresh(monkeypatch, store):
     """`refresh(directory)`: what the command says; no picture is drawn."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(os, "nice", lambda _: 0)
-    monkeypatch.setattr(drawing, "pictures_of", lambda _: {"png": b"", "pdf": b""})
+    monkeypatch.setattr(drawing, "pictures_of", lambda _: {"png": PICTURE, "svg": b"", "pdf": b""})
 
     def called(directory: Path) -> str:
         words = ["refresh", directory.name, "--root", str(directory.parent)]

@@ -14,6 +14,7 @@ import torch
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
+from study.figures.figure import FILES
 from tests.sealing import measured_in
 from tests.study.smoke import BEFORE_THE_KILL, LAST_CHECKPOINT, NAME, SAID, finish, kill, start
 
@@ -114,7 +115,7 @@ def test_the_whole_study_survives_a_kill(smoke_root):
                 row["held_out_loss"], abs=0.3
             )
     check_the_end(study, table)
-    for suffix in ("png", "pdf", "csv"):
+    for suffix in FILES:
         assert {path.stem for path in (study / "figures").glob(f"*.{suffix}")} == FIGURES
 
     client = MlflowClient(f"sqlite:///{smoke_root / 'mlflow.db'}")
