@@ -48,7 +48,7 @@ async function draw() {
   document.body.dataset.drawn = drawn;
 }
 function narrowed(chart) {  // panels below each other, as are entries of legends
-  const most = innerWidth - 150;
+  const most = innerWidth - 190;
   return JSON.parse(JSON.stringify(chart), (key, value) => key === "columns" ? 1 :
     key === "width" && typeof value === "number" ? Math.min(value, most) : value);
 }
