@@ -13,7 +13,7 @@ from matplotlib.figure import Figure as Picture
 from dynamics.figures.averages import DASHES, averages
 from study.figures.canvas import Canvas
 from study.figures.figure import Drawn, figures_of
-from study.figures.looks import DASHED, SOLID, TRUNK, colours, runs_of
+from study.figures.looks import DASHED, NOBODY, SOLID, STROKES, TRUNK, colours, runs_of
 from study.measurements.curvature import RELATIVE
 from study.recipes.parts import sweep
 from study.recipes.resolve import resolve
@@ -109,7 +109,23 @@ def test_averages_keep_their_dashes_beside_controls(charts):
     (scale,) = (each for each in compiled["scales"] if each["name"] == "strokeDash")
     dashes = dict(zip(scale["domain"], scale["range"], strict=True))
     looks = charts.canvas.runs.looks.values()
+    assert dashes.pop(NOBODY) == SOLID, "keeps this legend apart from that of the colours"
     assert dashes == {look.label: DASHED if look.is_dashed else SOLID for look in looks}
+
+
+def test_colour_is_the_factor_and_dashes_are_the_control(charts):
+    """No third mark says the same: all markers are alike, and the legend draws the dashes."""
+    looks = charts.canvas.runs.looks
+    assert {look.shape for look in looks.values()} == {"circle"}
+    for run in charts.canvas.study.runs:
+        if control := charts.canvas.study.control_of(run):
+            assert looks[control.name].colour == looks[run.name].colour
+            assert looks[control.name].symbol != looks[run.name].symbol
+    compiled = vl_convert.vegalite_to_vega(json.dumps(charts.by_name["kl_divergence"].chart))
+    (legend,) = compiled["legends"]
+    drawn = legend["encode"]["symbols"]["update"]["shape"]["signal"]
+    assert STROKES[True] in drawn
+    assert STROKES[False] in drawn
 
 
 def test_models_of_the_averages_look_alike_where_a_panel_lacks_one(tmp_path):
