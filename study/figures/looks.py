@@ -186,8 +186,8 @@ def looks_for(labels: Iterable[str]) -> list[Look]:
     """Return a look for each label, in order."""
     names = list(labels)
     # So many colours are too alike, and markers tell the rest.
-    shapes = SHAPES if len(names) > MOST_COLOURS else SHAPES[:1]
-    shapes = [shapes[index % len(shapes)] for index in range(len(names))]
+    markers = SHAPES if len(names) > MOST_COLOURS else SHAPES[:1]
+    shapes = [markers[index % len(markers)] for index in range(len(names))]
     parts = zip(names, colours(len(names)), shapes, strict=True)
     return [Look(name, colour, shape, name, name) for name, colour, shape in parts]
 

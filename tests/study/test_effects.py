@@ -180,22 +180,22 @@ def test_files_of_tables_hold_numbers_with_their_units_in_the_head(tmp_path):
         lines = list(csv.DictReader(file))
     assert [line["weight decay"] for line in lines] == ["0", "0.1"], "means over the seeds"
     for line, run in zip(lines, ("wd0", "wd0.1"), strict=True):
-        divergence = float(line["GPTQ, 3 bits, groups of 32: KL divergence, nats per token"])
+        divergence = float(line["GPTQ, 3 bits, groups of 32: KL divergence, 10^-3 nats/token"])
         ends = [end(rows, f"{run}-seed{seed}", KL) for seed in (1, 2)]
-        assert divergence == pytest.approx(np.mean(ends), rel=1e-6)
+        assert divergence == pytest.approx(1000 * np.mean(ends), rel=1e-6)
         control = float(line["GPTQ, 3 bits, groups of 32: the same, not annealed"])
         ends = [end(rows, f"{run}-control-seed{seed}", KL) for seed in (1, 2)]
-        assert control == pytest.approx(np.mean(ends), rel=1e-6)
+        assert control == pytest.approx(1000 * np.mean(ends), rel=1e-6)
 
 
 def test_cells_without_a_number_are_words_or_empty():
     body = [
-        [Cell("a"), cell(Bounded(-0.0001, -0.0002, 0.0001), 3, unit="nats")],
+        [Cell("a"), cell(Bounded(-0.0001, -0.0002, 0.0001), digits=3)],
         [Cell("b"), Cell("not measured")],
     ]
-    assert body[0][1].text == "0.000 nats", "what is rounded to zero has no sign"
+    assert body[0][1].text == "0.000", "what is rounded to zero has no sign"
     assert body[0][1].interval == "[0.000, 0.000]"
-    assert list(csv_rows(Table("t", "", ["name", "loss"], body))) == [
+    assert list(csv_rows(Table("t", "", ["name", "loss, nats"], body))) == [
         ["name", "loss, nats", "loss, nats, low", "loss, nats, high"],
         ["a", -0.0001, -0.0002, 0.0001],
         ["b", "", "", ""],

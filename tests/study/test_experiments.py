@@ -159,9 +159,9 @@ def test_a_part_shows_its_own_rows(written):
         if row["run"] in ("wd0", "wd0.3") and row["step"] == 640
     }
     shown = written_rows(directory / "tables/decays/end_of_training.csv")
-    column = "GPTQ, 3 bits, groups of 32: KL divergence, nats per token"
+    column = "GPTQ, 3 bits, groups of 32: KL divergence, 10^-3 nats/token"
     assert {row["weight decay"]: float(row[column]) for row in shown} == pytest.approx(
-        {"0": rows["wd0"], "0.3": rows["wd0.3"]}
+        {"0": 1000 * rows["wd0"], "0.3": 1000 * rows["wd0.3"]}
     )
 
 
