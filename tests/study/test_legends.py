@@ -173,4 +173,4 @@ def test_the_first_figure_answers_the_pointer(charts):
     titles = [{line["title"] for line in lines} for lines in tooltips]
     assert len(titles) == 2
     assert "p, not corrected" in titles[1]
-    assert all({"weight decay", "seeds"} < title for title in titles)
+    assert all({"run", "step", "tokens", "seeds"} < title for title in titles)
