@@ -33,3 +33,16 @@ def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[
         return text.rjust(widths[column]) if column in right else text.ljust(widths[column])
 
     return ["  ".join(cell(*each) for each in enumerate(row)).rstrip() for row in rows]
+
+
+def shortened(lines: Sequence[str], most: int, rest: str = "--all prints them") -> list[str]:
+    """Return at most so many lines: of more, those at both ends and the number between.
+
+    >>> shortened(["a", "b", "c", "d", "e", "f"], 4)
+    ['a', 'b', '... 3 more, --all prints them', 'f']
+    """
+    if len(lines) <= most:
+        return list(lines)
+    head, tail = most // 2, most - most // 2 - 1
+    more = len(lines) - head - tail
+    return [*lines[:head], f"... {more} more, {rest}", *lines[len(lines) - tail :]]

@@ -55,3 +55,16 @@ def significant(number: float, digits: int = DIGITS) -> str:
     if not number or not 1e-4 <= abs(number) < 1e6:
         return f"{number:.{digits}g}"
     return f"{float(f'{number:.{digits}g}'):.10f}".rstrip("0").rstrip(".")
+
+
+def size_in_words(count: float) -> str:
+    """Return bytes in the unit that leaves one to three digits before the point.
+
+    >>> size_in_words(46e6), size_in_words(12.34e9), size_in_words(999.6e9), size_in_words(0)
+    ('46 MB', '12.3 GB', '1 TB', '0 bytes')
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        # From where three digits round up to a whole unit.
+        if count >= 0.9995 * size:
+            return f"{significant(count / size)} {unit}"
+    return f"{count:.0f} bytes"

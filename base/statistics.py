@@ -1,7 +1,6 @@
 """Several comparisons at once: the pairs of results, and Holm's correction for their number."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,23 +12,6 @@ Verdict = Literal["higher", "lower", "not significant"]
 # 8 to 9% with 5, 5 to 9% with 12, and 4 to 7% with 20 (`tests/quant_eval/test_coverage.py`).
 LEAST_DOCUMENTS = 20
 INTERVAL_LEVEL = 0.95  # coverage of all intervals
-
-
-def with_error(value: float, standard_error: float) -> str:
-    """Return a value and its standard error, to the second digit of the error.
-
-    >>> with_error(145.381, 110.2), with_error(0.00123456, 0.000034), with_error(-3.0e12, 4.56e9)
-    ('150 +- 110', '0.001235 +- 0.000034', '-3.0000e+12 +- 4.6e+09')
-    """
-    if not (math.isfinite(value) and math.isfinite(standard_error) and standard_error > 0):
-        return f"{value:.6g} +- {standard_error:.2g}"
-    last = math.floor(math.log10(standard_error)) - 1  # power of ten of the second digit
-    if -8 < last < 6 and abs(value) < 1e9:
-        # Rounded as numbers first: `last` may be above 0, where no format rounds.
-        rounded = (round(each, -last) for each in (value, standard_error))
-        return " +- ".join(f"{each:.{max(0, -last)}f}" for each in rounded)
-    digits = max(0, math.floor(math.log10(abs(value))) - last) if value else 0
-    return f"{value:.{digits}e} +- {standard_error:.1e}"
 
 
 def pairs_of(count: int, pairing: Pairing) -> list[tuple[int, int]]:

@@ -182,6 +182,9 @@ def inspect(
             "--verify", help="check files by hash, and every module's output by the probe"
         ),
     ] = False,
+    whole: Annotated[
+        bool, typer.Option("--all", help="all facts of each, its files and tensors")
+    ] = False,
 ) -> None:
     """Print what a checkpoint, an HF directory or a run is, and whether it is sound.
 
@@ -191,7 +194,7 @@ def inspect(
     with quick_imports():
         from ckpt_tools.inspecting import inspect as describe
 
-    describe(paths, check=verify)
+    describe(paths, check=verify, whole=whole)
 
 
 def _check_unused(mode: str, options: Mapping[str, object]) -> None:

@@ -112,6 +112,9 @@ def average_models(
         for first, target in enumerate(targets):
             _make(target, method, factors, models[first : first + len(factors)])
             progress.advance()
+    lineage, _ = read_lineage(targets[-1]) or ({}, {})
+    several = f"{len(targets)} averages, each a " if len(targets) > 1 else ""
+    print(f"{several}{describe(lineage)}: {out}")
 
 
 def describe(lineage: dict[str, Any]) -> str | None:

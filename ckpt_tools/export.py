@@ -7,6 +7,7 @@ from typing import Any
 from base.errors import UserError
 from base.files import sha256_of
 from base.progress import Progress
+from base.quantities import significant
 from ckpt_tools.checkpoint import model_of, open_weights, run_of, verify_recorded
 from ckpt_tools.formats.hf_weights import read_tensors
 from ckpt_tools.formats.hf_writer import write_weights
@@ -41,13 +42,20 @@ FACTS = {  # of a checkpoint, in the lineage of its export
 
 
 def export_all(pairs: list[tuple[Path, Path]]) -> None:
-    """Export (checkpoint, directory) after (checkpoint, directory), with progress."""
+    """Export (checkpoint, directory) after (checkpoint, directory), and print what proves them."""
     if len({target for _, target in pairs}) != len(pairs):
         raise UserError("two checkpoints have the same name; export them one by one")
+    parities = []
     with Progress("export", total=len(pairs)) as progress:
         for checkpoint, target in pairs:
-            parity = export(checkpoint, target)
-            progress.advance(parity=parity["max_absolute_error"])
+            parities.append(export(checkpoint, target)["max_absolute_error"])
+            progress.advance(parity=parities[-1])
+    (_, target), *others = pairs
+    exported = f"{len(pairs)} checkpoints to {target.parent}" if others else str(target)
+    print(
+        f"exported {exported}: HF computes what the engine did, logits differ by at most"
+        f" {significant(max(parities), 2)}"
+    )
 
 
 def export(checkpoint: Path, out: Path) -> dict[str, Any]:

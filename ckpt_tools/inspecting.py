@@ -1,10 +1,13 @@
 """Description of checkpoints and HF directories from their records; opens no pickle."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
+from base.aligned import aligned, shortened
 from base.errors import UserError, printable
+from base.quantities import significant, size_in_words
 from ckpt_tools.checkpoint import model_of, verified_record
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.parallel import verify_in_parallel
@@ -13,6 +16,7 @@ from ckpt_tools.verify import verify
 from train.model.config import parameter_shapes
 from train.run.directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
 
+SHOWN = 18  # rows of a table
 FACTS = (  # of a checkpoint's record, a lineage or a download
     *("run", "step", "tokens", "learning_rate", "train_loss", "held_out_loss"),
     *("engine", "precision", "layout", "dtype", "average", "weights_only", "imported"),
@@ -20,17 +24,19 @@ FACTS = (  # of a checkpoint's record, a lineage or a download
 )
 
 
-def inspect(paths: list[Path], *, check: bool = False) -> None:
+def inspect(paths: list[Path], *, check: bool = False, whole: bool = False) -> None:
     """Print what each directory is, and with `check` whether it is unchanged since it was written.
 
-    A run stands for all of its directories. `check` hashes files, and compares every module of
-    an export with the engine's outputs.
+    A run stands for all of its directories; of several there is a row each, with `whole` all facts,
+    files and tensors. `check` hashes files, and compares every module of an export with the
+    engine's outputs.
 
     Raises:
         UserError: a path is nothing of that kind, or damaged; the first such path, after all others
             were printed.
     """
     paths = [part for path in paths for part in _parts(path)]
+    descriptions: dict[Path, dict[str, Any]] = {}
     failures = []
     for path in paths:
         try:
@@ -40,21 +46,75 @@ def inspect(paths: list[Path], *, check: bool = False) -> None:
         except UserError as error:
             failures.append(str(error))
             continue
+        descriptions[path] = description
 
-        files = description.pop("files")
-        lines = [str(path)]
-        for key, value in description.items():
-            # Not `isinstance`: a bool is an int, too.
-            text = f"{value:,}" if type(value) is int else value
-            lines.append(f"  {key.replace('_', ' '):<15} {text}")
-        lines += [f"    {size:>18,}  {name}" for name, size in files.items()]
-        for line in lines:
-            # Records may come from others: nothing in them steers the terminal or begins a line.
-            print(printable(line).replace("\n", "?"))
+    if whole or len(descriptions) == 1:
+        lines = [line for each in descriptions.items() for line in _facts(*each, whole=whole)]
+    else:
+        lines = _table(descriptions) if descriptions else []
+        if check and lines:
+            lines.insert(0, f"{len(descriptions)} of {len(paths)} are sound, by all of their files")
+    for line in lines:
+        # Records may come from others: nothing in them steers the terminal or begins a line.
+        print(printable(line).replace("\n", "?"))
 
     if failures:
         several = f"{len(failures)} of {len(paths)} failed: " if len(paths) > 1 else ""
         raise UserError(several + failures[0])
+
+
+def _facts(path: Path, description: dict[str, Any], *, whole: bool) -> list[str]:
+    """Return what a directory is, its facts, and the sum of its files, or all of them."""
+    facts = dict(description)
+    kind, files, tensors = (facts.pop(key) for key in ("kind", "files", "tensors"))
+    verdict = facts.pop("verdict", None)
+    lines = [f"{path}: {kind}" + (f", {verdict}" if verdict else "")]
+    size = f"{size_in_words(facts.pop('bytes'))} in {len(files)} files, {len(tensors)} tensors"
+    facts["size"] = size + ("" if whole else "; --all lists them")
+    lines += [f"  {key.replace('_', ' '):<15} {_text(key, facts[key])}" for key in facts]
+    if whole:
+        lines += [f"    {count:>18,}  {name}" for name, count in files.items()]
+        lines += [f"    {'x'.join(map(str, shape)):>18}  {name}" for name, shape in tensors.items()]
+    return lines
+
+
+def _text(key: str, value: Any) -> str:
+    """Return a fact for the screen; records have all of its digits."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.4f} nats/token" if key.endswith("loss") else significant(value)
+        case dict():
+            return ", ".join(f"{name} {inner}" for name, inner in value.items())
+        case _:
+            return str(value)
+
+
+def _table(descriptions: dict[Path, dict[str, Any]]) -> list[str]:
+    """Return the sum of several directories, and a row for each."""
+    parent = os.path.commonpath([path.parent for path in descriptions])
+    size = sum(each["bytes"] for each in descriptions.values())
+    rows = [("directory", "kind", "step", "tokens", "held-out loss", "parameters", "size")]
+    for path, each in descriptions.items():
+        step, tokens, loss = (each.get(key) for key in ("step", "tokens", "held_out_loss"))
+        rows.append(
+            (
+                os.path.relpath(path, parent),
+                each["kind"].removeprefix("HF directory, "),
+                *("-" if count is None else f"{count:,}" for count in (step, tokens)),
+                "-" if loss is None else f"{loss:.4f}",
+                f"{each['parameters']:,}",
+                size_in_words(each["bytes"]),
+            )
+        )
+    return [
+        f"{parent}: {len(descriptions)} directories, {size_in_words(size)}",
+        *shortened(aligned(rows, right={2, 3, 4, 5}), SHOWN),
+        "losses in nats/token; --all lists all facts, files and tensors",
+    ]
 
 
 def _parts(path: Path) -> list[Path]:
@@ -68,18 +128,18 @@ def _parts(path: Path) -> list[Path]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return kind, facts, number of parameters, bytes, and files with their sizes."""
+    """Return kind, facts, parameters, bytes, files by size and tensors by shape."""
     if (path / CHECKPOINT_JSON).exists():
         record = read_checkpoint_record(path)
         kind, facts = "checkpoint", record.model_dump(mode="json")
-        shapes = list(parameter_shapes(model_of(path, record)).values())
+        shapes = parameter_shapes(model_of(path, record))
     elif (path / "config.json").exists():
         lineage, _ = read_lineage(path) or ({}, {})
         download = read_download(path)
         facts = lineage | (download.model_dump() if download else {})
         origin = lineage.get("kind", "download" if download else "without lineage")
         kind = f"HF directory, {origin}"
-        shapes = [tensor.shape for tensor in HFWeights(path).tensors.values()]
+        shapes = {name: tensor.shape for name, tensor in HFWeights(path).tensors.items()}
     else:
         raise UserError(
             f"{path} is no checkpoint or HF directory, nor a run that holds one; give a RUN after"
@@ -90,9 +150,10 @@ def describe(path: Path) -> dict[str, Any]:
     return {
         "kind": kind,
         **{key: facts[key] for key in FACTS if facts.get(key) is not None},
-        "parameters": sum(map(math.prod, shapes)),
+        "parameters": sum(map(math.prod, shapes.values())),
         "bytes": sum(sizes.values()),
         "files": sizes,
+        "tensors": shapes,
     }
 
 

@@ -4,23 +4,30 @@ Everything that imports torch or transformers is imported where it is needed: --
 should not wait for that.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from base.cli import command_group, options_of, quick_imports, run_command
 from base.errors import UserError
-from base.statistics import INTERVAL_LEVEL, pairs_of, with_error
+from base.statistics import INTERVAL_LEVEL, pairs_of
 from ckpt_tools.hf import comparing
 from ckpt_tools.hf.directory import (
-    RESULT_JSON,
     compared_results,
     hf_directory_of,
     result_directories,
     write_result,
 )
-from ckpt_tools.hf.measured import Curvature
+from ckpt_tools.hf.measured import (
+    Critical,
+    Curvature,
+    MeasuredStep,
+    Read,
+    Slice,
+    TrajectoryPlane,
+)
 from ckpt_tools.hf.results import read_result
 from curvature.settings import (
     CriticalSettings,
@@ -116,7 +123,8 @@ def _measure(
         result = measure(hf_dir, settings, data, ranks)
         if ranks.rank == 0:
             write_result(directory, result)
-            typer.echo(f"{_in_words(result['measured'])}  -> {directory / RESULT_JSON}")
+    if ranks.rank == 0:
+        _show([directory for (directory,) in groups], Curvature)
 
 
 def _check_models(*hf_dirs: Path) -> None:
@@ -129,12 +137,11 @@ def _check_models(*hf_dirs: Path) -> None:
             )
 
 
-def _in_words(measured: dict[str, Any]) -> str:
-    trace, top = measured["trace"], measured.get("lambda_max")
-    words = f"trace {with_error(trace['mean'], trace['standard_error'])}"
-    if top:
-        words += f"  lambda_max {top['value']:.6g}{'' if top['converged'] else ' (not converged)'}"
-    return f"{words}  loss {measured['loss']:.4f} nats/token"
+def _show(directories: Sequence[Path], kind: type[Read]) -> None:
+    """Print the results in these directories."""
+    from curvature import shown
+
+    typer.echo("\n".join(shown.lines([read_result(each, kind) for each in directories])))
 
 
 @app.command()
@@ -178,12 +185,8 @@ def step(
     for directory, result in zip(directories, results, strict=True):
         if ranks.rank == 0:
             write_result(directory, result)
-            figures = result["measured"]["whole"]
-            words = [
-                f"{name} {with_error(figures[name]['mean'], figures[name]['standard_error'])}"
-                for name in ("predicted", "measured")
-            ]
-            typer.echo(f"{'  '.join(words)} nats/token  -> {directory / RESULT_JSON}")
+    if ranks.rank == 0:
+        _show(directories, MeasuredStep)
 
 
 @app.command("slice")
@@ -232,13 +235,7 @@ def slice_(
     result = measure(points, names, settings, data, ranks)
     if ranks.rank == 0:
         write_result(directory, result)
-        for point in result["measured"]["points"][1:]:
-            typer.echo(
-                f"{point['name']} at ({point['x']:.4g}, {point['y']:.4g}):"
-                f" {with_error(point['increase'], point['increase_standard_error'])} nats/token"
-                f" over {names[0]}"
-            )
-        typer.echo(f"-> {directory / RESULT_JSON}")
+        _show([directory], Slice)
 
 
 @app.command()
@@ -279,16 +276,7 @@ def pca(
     result = measure(hf_dirs, project or [], settings, data, ranks)
     if ranks.rank == 0:
         write_result(directory, result)
-        measured = result["measured"]
-        shares = " and ".join(f"{share:.1%}" for share in measured["variance_shares"][:2])
-        typer.echo(f"{shares} of the variance are along the two components")
-        for point in measured["points"]:
-            typer.echo(
-                f"{point['path']} at ({point['x']:.4g}, {point['y']:.4g}), {point['off_plane']:.4g}"
-                f" off the plane ({point['off_plane_share']:.1%}): {point['loss']:.4f} nats/token"
-                f" on it, {point['checkpoint_loss']:.4f} itself"
-            )
-        typer.echo(f"-> {directory / RESULT_JSON}")
+        _show([directory], TrajectoryPlane)
 
 
 @app.command()
@@ -339,28 +327,8 @@ def critical(
         result = measure(hf_dir, hf_before, results, settings, data, ranks)
         if ranks.rank == 0:
             write_result(directory, result)
-            for name, along in result["measured"]["directions"].items():
-                typer.echo(f"{name}: {_line_in_words(along)}")
-            typer.echo(f"-> {directory / RESULT_JSON}")
-
-
-def _line_in_words(along: dict[str, Any]) -> str:
-    curved, found = along["curvature"], along["critical"]
-    words = "curvature not resolved: its rise is below ten times the noise"
-    if curved:
-        words = f"curvature {with_error(curved['mean'], curved['standard_error'])}"
-    sharpness = found["sharpness"]
-    if sharpness:
-        value = with_error(sharpness["mean"], sharpness["standard_error"])
-        at = f"the loss of the model again at {found['multiple']['mean']:.4g} times it"
-        return f"{words}, critical sharpness {value}: {at}"
-    low, high, side = found["not_above"], found["above"] or 0.0, found["side"]
-    outcome = {
-        "none": f"no higher loss up to {side * low:.4g} times it",
-        "rises": f"no lower loss down to {side * high:.4g} times it",
-        "crossing": f"the loss of the model again between {side * low:.4g} and {side * high:.4g}",
-    }
-    return f"{words}, no critical sharpness: {outcome[found['outcome']]}"
+    if ranks.rank == 0:
+        _show([directory for (directory,) in groups], Critical)
 
 
 @app.command()
@@ -368,6 +336,7 @@ def compare(
     results: comparing.Results,
     pairs: comparing.Pairs = "baseline",
     out: comparing.Out = None,
+    whole: comparing.All = False,
 ) -> None:
     """Compare traces of the same microbatches and probes: differences, paired intervals, tests.
 
@@ -377,6 +346,7 @@ def compare(
     Example: python -m curvature compare run/hf/step*/curvature/hutchinson --pairs successive
     """
     paths = compared_results(results)
+    from curvature import shown
     from curvature.trace import estimates
 
     contents = [read_result(path, Curvature) for path in paths]
@@ -385,6 +355,7 @@ def compare(
     comparing.report(
         contents,
         comparisons,
+        shown.TRACE,
         {
             "figure": "trace",
             "unit": estimates.TRACE_UNIT,
@@ -393,9 +364,8 @@ def compare(
             "method": estimates.METHOD,
         },
         estimates.NOTE,
-        out,
-        error=[each.difference.standard_error for each in comparisons],
-        unpaired=[each.unpaired_standard_error for each in comparisons],
+        out=out,
+        whole=whole,
     )
 
 

@@ -4,7 +4,7 @@ What brings torch is imported where it is needed: that takes seconds, too long f
 input, or a result that is there already.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,12 +15,13 @@ from base.cli import command_group, options_of, quick_imports, run_command
 from base.environment import is_rank_zero
 from base.errors import UserError
 from base.names import take_one_of
-from base.statistics import INTERVAL_LEVEL, pairs_of, with_error
-from ckpt_tools.hf.comparing import Out, Pairs, Results, report
+from base.statistics import INTERVAL_LEVEL, pairs_of
+from ckpt_tools.hf.comparing import All, Out, Pairs, Results, report
 from ckpt_tools.hf.directory import compared_results, result_directories, write_result
-from ckpt_tools.hf.measured import Accuracy, OutlierFigure, Outliers, Quantization, Tasks
+from ckpt_tools.hf.measured import Outliers, Quantization, Read, Tasks
 from ckpt_tools.hf.model import read_hf_config
 from ckpt_tools.hf.results import Result, read_result
+from quant_eval import shown
 from quant_eval.compare import FIGURES, METHOD, compare
 from quant_eval.formats import CACHE_SOURCE, FORMATS
 from quant_eval.kept import kept_outliers, kept_run, kept_tasks
@@ -40,8 +41,6 @@ from train.data.corpus import open_corpus
 from train.model.families import ARCHITECTURES
 
 app = command_group(__doc__)
-
-KEPT = "kept, measured before"
 
 Models = Annotated[list[Path], typer.Argument(help="HF directories, measured one after the other.")]
 Specs = Annotated[
@@ -79,17 +78,15 @@ def run(
         read_hf_config(hf_dir, ARCHITECTURES)
     texts = _calibration_sha256(settings), open_corpus(settings.eval).manifest.sha256
     todo = _pending(hf_dirs, specs, outs, partial(kept_run, settings=settings, texts=texts))
-    if not todo:
-        return
+    if todo:
+        with quick_imports():
+            from base.ranks import start
+            from quant_eval.measuring.measurement import measure
 
-    with quick_imports():
-        from base.ranks import start
-        from quant_eval.measuring.measurement import measure
-
-    ranks = start(settings.device)
-    for hf_dir, specs_of_model, directories in todo:
-        contents = measure(hf_dir, specs_of_model, directories, settings, ranks)
-        _write(directories, contents, Quantization)
+        ranks = start(settings.device)
+        for hf_dir, specs_of_model, directories in todo:
+            _write(directories, measure(hf_dir, specs_of_model, directories, settings, ranks))
+    _show(outs, Quantization, todo)
 
 
 @app.command()
@@ -112,15 +109,14 @@ def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
     calibration = _calibration_sha256(settings)
     look_up = partial(kept_tasks, settings=settings, calibration=calibration)
     todo = _pending(hf_dirs, specs, outs, look_up)
-    if not todo:
-        return
+    if todo:
+        from quant_eval.tasks.loading import load_tasks
+        from quant_eval.tasks.measurement import measure
 
-    from quant_eval.tasks.loading import load_tasks
-    from quant_eval.tasks.measurement import measure
-
-    loaded = load_tasks(settings)
-    for hf_dir, specs_of_model, directories in todo:
-        _write(directories, measure(hf_dir, specs_of_model, loaded, settings), Tasks)
+        loaded = load_tasks(settings)
+        for hf_dir, specs_of_model, directories in todo:
+            _write(directories, measure(hf_dir, specs_of_model, loaded, settings))
+    _show(outs, Tasks, todo)
 
 
 @app.command()
@@ -144,27 +140,25 @@ def outliers(
 
     Example: python -m quant_eval outliers run/hf/step00012000 --data data/held_out
     """
-    groups = result_directories(hf_dirs, "outliers", [LINEARS], [out] if out else None)
+    outs = result_directories(hf_dirs, "outliers", [LINEARS], [out] if out else None)
     # Every model is checked before the first is measured.
     for hf_dir in hf_dirs:
         read_hf_config(hf_dir, ARCHITECTURES)
-    sha256, todo = open_corpus(settings.data).manifest.sha256, list[tuple[Path, Path]]()
-    for hf_dir, (directory,) in zip(hf_dirs, groups, strict=True):
-        result = kept_outliers(directory, hf_dir, settings, sha256)
-        if result is None:
-            todo.append((hf_dir, directory))
-        else:
-            _show(result, KEPT)
-    if not todo:
-        return
+    sha256 = open_corpus(settings.data).manifest.sha256
+    todo = [
+        (hf_dir, directories)
+        for hf_dir, directories in zip(hf_dirs, outs, strict=True)
+        if kept_outliers(directories[0], hf_dir, settings, sha256) is None
+    ]
+    if todo:
+        with quick_imports():
+            from base.ranks import start
+            from quant_eval.measuring.outliers import measure
 
-    with quick_imports():
-        from base.ranks import start
-        from quant_eval.measuring.outliers import measure
-
-    ranks = start(settings.device)
-    for hf_dir, directory in todo:
-        _write([directory], [measure(hf_dir, settings, ranks)], Outliers)
+        ranks = start(settings.device)
+        for hf_dir, directories in todo:
+            _write(directories, [measure(hf_dir, settings, ranks)])
+    _show(outs, Outliers, todo)
 
 
 @app.command()
@@ -219,6 +213,7 @@ def compare_command(
     ] = "relative_error",
     pairs: Pairs = "baseline",
     out: Out = None,
+    whole: All = False,
 ) -> None:
     """Compare results on the same documents: differences, paired intervals, corrected tests.
 
@@ -243,7 +238,7 @@ def compare_command(
         f"Intervals hold for another draw of {sources}, and for these trainings only: another seed"
         " may differ by more."
     )
-    report(contents, comparisons, settings, note, out)
+    report(contents, comparisons, shown.FIGURES[figure], settings, note, out=out, whole=whole)
 
 
 def _calibration_sha256(settings: CalibrationSettings) -> str | None:
@@ -258,85 +253,35 @@ def _pending(
 ) -> list[tuple[Path, list[QuantSpec], list[Path]]]:
     """Return the specs to measure for each model, with their directories.
 
-    `look_up` returns a result that is there already, which is printed and kept.
+    `look_up` returns a result that is there already, which is kept.
     """
     todo = []
     for hf_dir, directories in zip(hf_dirs, outs, strict=True):
-        pending, missing = [], []
-        for spec, directory in zip(specs, directories, strict=True):
-            result = look_up(directory, hf_dir, spec)
-            if result is None:
-                pending.append(spec)
-                missing.append(directory)
-            else:
-                _show(result, KEPT)
+        pending = [
+            (spec, directory)
+            for spec, directory in zip(specs, directories, strict=True)
+            if look_up(directory, hf_dir, spec) is None
+        ]
         if pending:
-            todo.append((hf_dir, pending, missing))
+            todo.append((hf_dir, [spec for spec, _ in pending], [each for _, each in pending]))
     return todo
 
 
-def _write(
-    directories: list[Path],
-    contents: Iterable[dict[str, Any]],
-    kind: type[Quantization] | type[Tasks] | type[Outliers],
-) -> None:
-    """Write and print each result as soon as it is measured, on the first rank."""
+def _write(directories: list[Path], contents: Iterable[dict[str, Any]]) -> None:
+    """Write each result as soon as it is measured, on the first rank."""
     # Every rank iterates: ranks compute each of the contents together, when it is asked for.
     for directory, content in zip(directories, contents, strict=True):
         if is_rank_zero():
             write_result(directory, content)
-            _show(read_result(directory, kind), "measured")
 
 
-def _show(result: Result[Any], how: str) -> None:
+def _show(outs: list[list[Path]], kind: type[Read], measured: Sequence[tuple[Any, ...]]) -> None:
+    """Print the results in `outs`; those in the last places of `measured` were measured now."""
     if not is_rank_zero():
         return
-    print(f"{result.spec.name} of {result.model.path}: {how}, {result.path}")
-    measured = result.measured
-    if isinstance(measured, Quantization):
-        print(
-            f"  loss {measured.cross_entropy:.4f} -> {measured.cross_entropy_quantized:.4f} nats"
-            f" per token, relative error {_interval(measured, 'relative_error')},"
-            f" KL {_interval(measured, 'kl_divergence')}"
-        )
-        _show_dead([linear.name for linear in measured.layers if linear.dead])
-        return
-    if isinstance(measured, Outliers):
-        for name, figure in measured.figures.items():
-            print(f"  {name}: {_outliers(figure)}")
-        return
-    rows = measured.tasks
-    if measured.mean and len(rows) > 1:
-        rows = rows | {"mean": measured.mean}
-    for name, row in rows.items():
-        print(
-            f"  {name}: accuracy {row.accuracy:.4f} -> {row.accuracy_quantized:.4f},"
-            f" difference {_interval(row, 'difference')}"
-        )
-    _show_dead(measured.dead_linears)
-
-
-def _outliers(figure: OutlierFigure) -> str:
-    """Return a figure in words: the mean over linears with its standard error, and the largest."""
-    if figure.mean is None or figure.max is None:
-        return f"not defined of {figure.linear}: a row has only zeros, or zeros in half its places"
-    error = figure.standard_error
-    mean = f"{figure.mean:.4g}" if error is None else with_error(figure.mean, error)
-    return f"{mean}, at most {figure.max:.4g} ({figure.linear})"
-
-
-def _show_dead(names: list[str]) -> None:
-    if names:
-        print(
-            "  dead: every calibration input is zero, so the text has no part in how these are"
-            f" rounded: {', '.join(names)}"
-        )
-
-
-def _interval(measured: Quantization | Accuracy, figure: str) -> str:
-    interval = measured.intervals.get(figure)
-    bounds = f" [{interval[0]:.4g}, {interval[1]:.4g}]" if interval else ""
-    return f"{getattr(measured, figure):.4g}{bounds}"
+    results = [read_result(directory, kind) for directories in outs for directory in directories]
+    kept = len(results) - sum(len(directories) for *_, directories in measured)
+    print("\n".join(shown.lines(results, kept)))
 
 
 if __name__ == "__main__":

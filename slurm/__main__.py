@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from base.aligned import aligned
 from base.cli import command_group, run_command
 from base.errors import UserError
 from base.frozen import MOST_SECONDS
@@ -27,6 +28,7 @@ from study.definition import Study, load_study
 
 app = command_group(__doc__)
 
+All = Annotated[bool, typer.Option("--all", help="print all, however long")]
 LINES = 200  # printed of the end of a log
 
 
@@ -74,13 +76,11 @@ def _report(study: Study, study_dir: Path, submitted: dict[str, int]) -> None:
             f"nothing to submit: what can start is in the queue, complete or failed; see '{watch}'"
         )
         return
-    width = max(map(len, submitted))
-    for name, count in submitted.items():
-        typer.echo(f"{name:{width}}  {elements_text(count)}")
     typer.echo(
         f"{elements_text(sum(submitted.values()))} can start now, each job submits what comes after"
         f" it; watch with '{watch}'"
     )
+    typer.echo("\n".join(aligned((name, elements_text(n)) for name, n in submitted.items())))
 
 
 @app.command()
@@ -95,6 +95,7 @@ def status(
             help="seconds: submit what can start and show again, until the end",
         ),
     ] = None,
+    whole: All = False,
 ) -> None:
     """Show how far a study is: trainings, checkpoints, measurements, failures and their logs.
 
@@ -113,8 +114,7 @@ def status(
     if watch:
         watch_study(directory, watch)
         return
-    for line in lines_of(look(directory)):
-        typer.echo(line)
+    typer.echo("\n".join(lines_of(look(directory), whole=whole)))
 
 
 @app.command()
@@ -211,21 +211,24 @@ def doctor(
         int,
         typer.Option(min=1, max=MOST_SECONDS, help="seconds until the job has to have ended"),
     ] = 1800,
+    whole: All = False,
 ) -> None:
-    """Check a cluster with one small job, and say what it has to allow; exit code 2 if it does not.
+    """Check a cluster with one small job: ready, or its problems and exit code 2.
 
     Example: python -m slurm doctor --site my_cluster.toml
     """
-    from slurm.doctor import NEEDS, visit
+    from slurm.doctor import Check, lines_of, visit
     from slurm.site import load_site
 
-    failed = 0
-    for check in visit(load_site(site), wait):
-        typer.echo(str(check))
-        failed += check.problem is not None
-    typer.echo(NEEDS)
-    if failed:
-        raise UserError(f"{failed} checks failed; correct them before submitting a study")
+    typer.echo(f"checking here, then by a job, which may take {wait} s to end", err=True)
+    checks: list[Check] = []
+    try:
+        checks.extend(visit(load_site(site), wait))
+    except UserError as error:
+        checks.append(Check("a job on nodes", str(error)))
+    typer.echo("\n".join(lines_of(checks, whole=whole)))
+    if any(check.problem for check in checks):
+        raise typer.Exit(2)
 
 
 @app.command()

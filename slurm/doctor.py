@@ -72,6 +72,16 @@ class Check(NamedTuple):
         return f"{'warn' if self.warns else 'ok  '} {self.name}{self.detail and f': {self.detail}'}"
 
 
+def lines_of(checks: list[Check], *, whole: bool) -> list[str]:
+    """Return the verdict, problems and warnings, then the checks that passed or their number."""
+    failed = sum(check.problem is not None for check in checks)
+    verdict = f"{failed} problem{'s' * (failed > 1)}; correct before submitting a study"
+    ordered = sorted(checks, key=lambda check: (not check.problem, not check.warns))
+    shown = [check for check in ordered if whole or check.problem or check.warns]
+    more = f"ok   {len(checks) - len(shown)} more checks; --all lists them, and what a site needs"
+    return [verdict if failed else "ready", *map(str, shown), NEEDS if whole else more]
+
+
 def visit(site: Site, wait_seconds: int) -> Iterator[Check]:
     """Yield check after check; those of nodes from one job, which is cancelled if it never starts.
 

@@ -86,10 +86,10 @@ def prepare(
         selection=selection,
         at_least=at_least,
     )
-    typer.echo(f"{out}: {manifest.tokens} tokens in {manifest.documents} documents")
+    typer.echo(f"{out}: {manifest.tokens:,} tokens in {manifest.documents:,} documents")
     if count := manifest.typed_special_tokens:
         read = "read as such" if parse_special_tokens else "split as ordinary text"
-        typer.echo(f"special tokens typed in the text: {count}, {read}")
+        typer.echo(f"special tokens typed in the text: {count:,}, {read}")
 
 
 @app.command()
@@ -125,7 +125,7 @@ def index(
         eos_token_id=eos_token_id if eos is None else eos,
         tokenizer_sha256=sha256_of(tokenizer / TOKENIZER_JSON),
     )
-    typer.echo(f"{out}: {manifest.tokens} tokens in {len(files)} files")
+    typer.echo(f"{out}: {manifest.tokens:,} tokens in {len(files)} files")
 
 
 @app.command()
@@ -137,7 +137,7 @@ def verify(prefixes: Annotated[list[Path], typer.Argument(help="PREFIX of a toke
     from train.data.manifest import verify as verify_corpus
 
     for prefix in prefixes:
-        typer.echo(f"{prefix}: {verify_corpus(prefix)} bytes are as recorded")
+        typer.echo(f"{prefix}: {verify_corpus(prefix):,} bytes are as recorded")
 
 
 @app.command()
@@ -204,15 +204,19 @@ def plan(
     nodes: Annotated[int, typer.Option(min=1, help="machines")],
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each")],
     gpu: Annotated[Literal["h100", "h200", "a100"], typer.Option(help="kind of GPU")],
+    whole: Annotated[
+        bool, typer.Option("--all", help="the parts of each estimate, and all layouts that fit")
+    ] = False,
 ) -> None:
-    """Show what runs need before they start: GPU memory, layouts that fit, GPU-hours and disk.
+    """Show what runs need before they start: if they fit, GPU-hours, memory and disk.
 
     Example: python -m train plan runs/olmo2-7b/lr* --nodes 8 --gpus-per-node 8 --gpu h100
     """
-    from train.planning.report import print_plans
+    from train.planning.report import Machine, plan_lines
 
     runs = [load_run(run_dir / "run.json") for run_dir in run_dirs]
-    print_plans(runs, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu)
+    lines = plan_lines(runs, Machine(nodes, gpus_per_node, gpu), whole=whole)
+    typer.echo("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ class _Training:
         self.attempt = Attempt(directory, fingerprint(run), self.engine.layout)
         self.metrics: MetricsWriter | None = None
         self.step = 0
+        self.loss: float | None = None  # held-out, of the last evaluation
 
     def begin(self, launch: Launch) -> CheckpointRecord | None:
         """Load the newest checkpoint, or the origin of the run; set up what logs and saves.
@@ -80,6 +81,7 @@ class _Training:
         self.step, record, quarantined = resume(
             self.engine, run, directory, data_sha256=self.data.sha256, attempt=self.attempt.number
         )
+        self.loss = record.held_out_loss if record else None
         self.profile = Profile(launch.profiled_steps, directory.profile)
         self.profile.check(self.step, run.total_steps)
         self.attempt.amend(
@@ -116,8 +118,7 @@ class _Training:
         if self.begin(launch) is None:
             # Step 0 has no update of its own: the attempt that begins there evaluates and saves it.
             self.evaluate_and_save(None)
-        if self.step == total and is_rank_zero():
-            print(f"{self.run.name} is complete: it ended at step {total}, nothing is trained")
+        complete = "complete already" if self.step == total else "complete"
         # Before the first step, in which a rank without a batch would leave the others waiting.
         self.agreement.raise_failures(self.step, self.batches.failure(self.step + 1))
         with Progress(self.run.name, total, done=self.step) as progress:
@@ -135,6 +136,9 @@ class _Training:
         self.saver.flush()
         self.clock.report(self.step)
         self.finish()
+        if self.step == total and is_rank_zero():
+            loss = "" if self.loss is None else f", held-out loss {self.loss:.4f} nats/token"
+            print(f"{complete}: {self.run.name}, step {total:,}{loss}, in {self.directory.path}")
 
     def train_step(self) -> tuple[StepResult, float]:
         """Make one update, unless it is rejected, and log it; return also tokens per second."""
@@ -217,6 +221,7 @@ class _Training:
         due = self.agreement.stopping or (every is not None and step > 0 and step % every == 0)
         restart = due and not full and step < run.total_steps
         losses = self.evaluate() if permanent or step % run.evaluate_every_steps == 0 else {}
+        self.loss = losses.get(HELD_OUT_LOSS, self.loss)
         if not permanent and not restart:
             return
 

@@ -234,6 +234,7 @@ class Curvature(Read):
     relative_trace: Trace | None = None
     block_traces: dict[str, Trace] = {}
     lambda_max: Eigenvalue | None = None
+    eigenvalues: dict[str, list[Eigenvalue]] = {}  # largest and smallest, of lanczos
 
 
 class StepPart(Read):
@@ -307,6 +308,7 @@ class SlicePoint(Read):
     standard_error: float | None = None
     increase: float | None = None
     increase_standard_error: float | None = None
+    losses: list[float] = []  # of each sequence
 
 
 class SliceDirections(Read):

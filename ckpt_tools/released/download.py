@@ -20,6 +20,7 @@ from base.files import (
 )
 from base.frozen import NAME_PATTERN
 from base.progress import Progress
+from base.quantities import size_in_words
 from base.reading import as_model, read_sealed
 from ckpt_tools.formats.weight_files import PICKLE_INDEX, converted_name, pickles_of, weight_files
 from ckpt_tools.hf.directory import (
@@ -161,7 +162,7 @@ def _check_room(sizes: dict[str, dict[str, int]], into: Path, beside: int = 0) -
     free = shutil.disk_usage(ancestor).free
     if needed > free:
         raise UserError(
-            f"{needed / 1e9:,.1f} GB are to be written, but {into} has {free / 1e9:,.1f} GB"
+            f"{size_in_words(needed)} are to be written, but {into} has {size_in_words(free)}"
             " left; free space, choose fewer revisions with --every, or give another directory"
         )
 

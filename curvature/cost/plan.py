@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
+from base.aligned import aligned, wrapped
 from base.errors import UserError
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.forward import empty_model
@@ -111,20 +112,25 @@ def _seconds(simulated: Pass, moved_beside: float, gpu: str) -> float:
 
 
 def cost_lines(cost: Cost, settings: CurvatureSettings, plan: GpuPlan) -> list[str]:
-    """Return the estimate in words."""
+    """Return the estimate in words: whether it fits and how long it takes, then the parts."""
     total, available = sum(cost.memory.values()), GPUS[plan.gpu].memory_bytes
-    verdict = "fits" if total <= available else f"DOES NOT FIT; give {_thriftier(settings)}"
+    fits = total <= available
+    memory = f"{total / 1e9:.1f} of {available / 1e9:.0f} GB of a GPU"
+    rows = [(use, f"{size / 1e9:.2f}") for use, size in cost.memory.items()]
     return [
-        f"{cost.parameters:,} parameters; {plan.world_size} x {plan.gpu}, sharding"
-        f" {settings.sharding}, {settings.dtype}; an estimate, not measured",
-        f"one Hessian product: {cost.product_flops / 1e12:.4g} TFLOP,"
-        f" {cost.product_seconds:.3g} s (matrices at {BF16_SHARE:.0%} of the peak in bf16 and"
-        f" {FP32_SHARE:.0%} in fp32, all else at {BANDWIDTH_SHARE:.0%} of the memory's bandwidth)",
-        f"in all {cost.work.products} products and {cost.work.gradients} gradients at most, about"
-        f" {cost.seconds / 60:.3g} minutes",
-        *(f"  {use:<32} {size / 1e9:>8.2f} GB" for use, size in cost.memory.items()),
-        f"memory of a GPU: {total / 1e9:.1f} of {available / 1e9:.0f} GB: {verdict}",
-        f"host memory of a node: {cost.host / 1e9:.1f} GB",
+        f"{'fits' if fits else 'DOES NOT FIT'}: {memory} and {cost.host / 1e9:.1f} GB of a node's"
+        f" host memory, about {cost.seconds / 60:.3g} minutes on {plan.world_size} x {plan.gpu}",
+        *([] if fits else [f"give {_thriftier(settings)}"]),
+        f"an estimate, not measured: {cost.parameters:,} parameters, sharding {settings.sharding},"
+        f" {settings.dtype}",
+        f"at most {cost.work.products} Hessian products, {cost.product_seconds:.3g} s and"
+        f" {cost.product_flops / 1e12:.3g} TFLOP each, and {cost.work.gradients} gradients",
+        *wrapped(
+            f"matrices at {BF16_SHARE:.0%} of the peak in bf16 and {FP32_SHARE:.0%} in fp32, all"
+            f" else at {BANDWIDTH_SHARE:.0%} of the memory's bandwidth"
+        ),
+        "",
+        *aligned([("memory of a GPU", "GB"), *rows], right={1}),
     ]
 
 

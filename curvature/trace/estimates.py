@@ -25,10 +25,7 @@ METHOD = (
     " differences of the microbatches, two-sided; p-values adjusted over all pairs by Holm (1979),"
     " intervals not adjusted"
 )
-NOTE = (
-    "Errors cover the draw of microbatches and probes, the same for both; 'unpaired' would be that"
-    " of draws of their own."
-)
+NOTE = "Intervals hold for another draw of microbatches and probes, the same for both results."
 # Settings that decide microbatches, probes and rounding.
 SHARED = ("sequence_length", "microbatch_sequences", "seed", "dtype")
 

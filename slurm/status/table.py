@@ -20,15 +20,16 @@ from study.trainings import PROGRESS, short
 
 Row = tuple[str, ...]
 
-ELEMENTS_SHOWN = 20
+# Without --all, so that a study of any size is a screen.
+ELEMENTS_SHOWN, TRAININGS_SHOWN, ROWS_SHOWN = 2, 6, 12
 MARKS_PER_ROW = 40
 TRAINING = ("training", "state", "logged", *PROGRESS)
 MEASURING = ("measuring", "of", "made", "checkpoints", "not made")
 IN_SLURM: tuple[Situation, ...] = ("unknown", "running", "held", "queued")
 
 
-def lines_of(overview: Overview) -> list[str]:
-    """Return the whole output: counts, two tables, and what needs a look."""
+def lines_of(overview: Overview, *, whole: bool = False) -> list[str]:
+    """Return counts, what needs a look, and two tables; `whole` with all runs and elements."""
     counts = Counter(overview.situations.values())
     complete, total = counts["made"], len(overview.steps)
     others = _others(counts)
@@ -37,12 +38,18 @@ def lines_of(overview: Overview) -> list[str]:
     ]
     lines += filter(None, [overview.silence, _hours(overview.hours), overview.lost])
     lines += [f"excluded {node}: {reason}" for node, reason in overview.excluded.items()]
+    most = len(overview.elements) if whole else ELEMENTS_SHOWN
+    lines += [*_failures(overview, most), *_restarted(overview, most), *_stragglers(overview)]
     if overview.trainings:
-        lines += ["", *aligned([TRAINING, *training_rows(overview)])]
-    lines += ["", *aligned([MEASURING, *measuring_rows(overview)]), ""]
+        rows = training_rows(overview)
+        shown = rows if whole else rows[:TRAININGS_SHOWN]
+        lines += ["", *aligned([TRAINING, *shown]), *_more(len(rows) - len(shown), "trainings")]
+    measuring = measuring_rows(overview)
+    if not whole and len(measuring) > ROWS_SHOWN:
+        measuring = measuring_rows(overview, by_run=False)
+    lines += ["", *aligned([MEASURING, *measuring]), ""]
     legend = ", ".join(f"{mark} {word}" for word, mark in MARKS.items() if counts[word])
-    lines += [f"checkpoints: {legend}", *_stragglers(overview)]
-    lines += [*_restarted(overview), *_failures(overview)]
+    lines.append(f"checkpoints: {legend}")
     return [printable(line) for line in lines]
 
 
@@ -60,14 +67,15 @@ def _hours(hours: Hours) -> str:
 
 
 def training_rows(overview: Overview) -> list[Row]:
-    """Return a row per run that is trained here."""
+    """Return a row per run that is trained here, the most urgent first."""
     rows: list[Row] = []
-    steps = {step.run: step for step in overview.steps if step.kind == "train"}
-    for run in overview.study.trained:
-        training, step = overview.trainings[run.name], steps[run.name]
-        runs = overview.situations[step.name] == "running"
+    runs, urgency = {run.name: run for run in overview.study.trained}, [*MARKS].index
+    steps = [step for step in overview.steps if step.kind == "train"]
+    for step in sorted(steps, key=lambda step: urgency(overview.situations[step.name])):
+        run, training = runs[step.run], overview.trainings[step.run]
         # The age of the log says something of a training at work alone.
-        logged = training.silent_seconds if runs else None
+        at_work = overview.situations[step.name] == "running"
+        logged = training.silent_seconds if at_work else None
         words = "-" if logged is None else f"{logged:.0f} s ago"
         state = _training_state(overview, step)
         rows.append((run.name, state, words, *training.progress(run)))
@@ -84,12 +92,13 @@ def _training_state(overview: Overview, step: Step) -> str:
     return f"{words}, attempt {training.attempt}" if training.attempt > 1 else words
 
 
-def measuring_rows(overview: Overview) -> list[Row]:
-    """Return a row per run and kind of step, with a mark for every checkpoint."""
+def measuring_rows(overview: Overview, *, by_run: bool = True) -> list[Row]:
+    """Return a row per kind of step, and run unless all are one, with marks of checkpoints."""
     groups: dict[tuple[str, str], list[Step]] = {}
     for step in overview.steps:
         if step.kind != "train":
-            groups.setdefault((step.run or "-", step.kind), []).append(step)
+            run = step.run or "-" if by_run else "all"
+            groups.setdefault((run, step.kind), []).append(step)
     rows: list[Row] = []
     for (run, kind), steps in groups.items():
         counts = Counter(overview.situations[step.name] for step in steps)
@@ -126,12 +135,11 @@ def _stragglers(overview: Overview) -> list[str]:
     ]
 
 
-def _restarted(overview: Overview) -> list[str]:
+def _restarted(overview: Overview, most: int) -> list[str]:
     """Return lines on elements that are alive after a start that failed."""
-    alive = [
-        element for element in overview.elements if element.situation not in ("failed", "cancelled")
-    ]
-    return _limited([element for element in alive if _earlier_error(element)], _restart)
+    ends = "failed", "cancelled"
+    alive = [element for element in overview.elements if element.situation not in ends]
+    return _limited([element for element in alive if _earlier_error(element)], most, _restart)
 
 
 def _earlier_error(element: ElementStatus) -> str | None:
@@ -142,13 +150,11 @@ def _restart(element: ElementStatus) -> list[str]:
     return [f"{element.situation} {element.name} ({element.id}), after {_earlier_error(element)}"]
 
 
-def _failures(overview: Overview) -> list[str]:
+def _failures(overview: Overview, most: int) -> list[str]:
     """Return lines on failed elements with their logs, and on cancelled ones by array."""
     failed = [element for element in overview.elements if element.situation == "failed"]
-    cancelled = Counter(
-        element.array for element in overview.elements if element.situation == "cancelled"
-    )
-    return _limited(failed, _failure) + [
+    cancelled = Counter(each.array for each in overview.elements if each.situation == "cancelled")
+    return _limited(failed, most, _failure) + [
         f"cancelled {array}: {elements_text(count)}; submit again with 'python -m slurm retry'"
         for array, count in cancelled.items()
     ]
@@ -170,14 +176,15 @@ def _failure(element: ElementStatus) -> list[str]:
 
 
 def _limited(
-    elements: list[ElementStatus], lines: Callable[[ElementStatus], list[str]]
+    elements: list[ElementStatus], most: int, lines: Callable[[ElementStatus], list[str]]
 ) -> list[str]:
     """Return the lines of the first elements, and how many there are beyond."""
-    shown = [line for element in elements[:ELEMENTS_SHOWN] for line in lines(element)]
-    more = len(elements) - ELEMENTS_SHOWN
-    if more > 0:
-        shown.append(f"and {more:,} more; 'python -m slurm logs NAME' lists them")
-    return shown
+    shown = [line for element in elements[:most] for line in lines(element)]
+    return shown + _more(len(elements) - most, "elements")
+
+
+def _more(count: int, what: str) -> list[str]:
+    return [f"and {count:,} more {what}; --all lists them"] if count > 0 else []
 
 
 def watch(study_dir: Path, seconds: int) -> None:

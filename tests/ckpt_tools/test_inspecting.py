@@ -57,11 +57,18 @@ def test_a_checkpoint_and_its_export_tell_the_same(run, capsys):
         }
         assert description["bytes"] == sum(description["files"].values())
         capsys.readouterr()
-        inspect([path])
+        inspect([path], whole=True)
         printed = capsys.readouterr().out
         assert all(name in printed for name in description["files"])
-        assert f"{record.tokens:,}" in printed
-        assert ("weights only    False\n" in printed) == (path == checkpoint)
+        assert "256x32  model.embed_tokens.weight\n" in printed
+        inspect([path])
+        short = capsys.readouterr().out
+        assert short.splitlines()[0] == f"{path}: {kind}"
+        assert len(short.splitlines()) <= 20
+        assert f"  tokens          {record.tokens:,}\n" in short
+        assert f"  held out loss   {record.held_out_loss:.4f} nats/token\n" in short
+        assert f" in {len(description['files'])} files, 25 tensors; --all lists them\n" in short
+        assert ("  weights only    no\n" in short) == (path == checkpoint)
     assert describe(checkpoint)["quantdyn"] == record.quantdyn == version()
 
 
@@ -94,12 +101,22 @@ def test_averages_downloads_and_others_say_so(run, hf_dir):
 
 
 def test_a_run_stands_for_its_checkpoints_and_exports(run, capsys):
-    inspect([run])
     names = [*(f"checkpoints/step{step:08d}" for step in (0, 10, 20)), "hf/step00000020"]
+    inspect([run], whole=True)
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if not line.startswith(" ")] == [
+    assert [line.partition(":")[0] for line in lines if not line.startswith(" ")] == [
         str(run / name) for name in names
     ]
+
+    inspect([run])
+    title, heads, *rows, note = capsys.readouterr().out.splitlines()
+    assert title.startswith(f"{run}: 4 directories, ")
+    assert heads.split("  ")[0] == "directory"
+    assert [row.split()[0] for row in rows] == names
+    record = read_checkpoint_record(run / names[-2])
+    cells = ("checkpoint", "20", f"{record.tokens:,}", f"{record.held_out_loss:.4f}")
+    assert rows[2].split()[1:5] == [*cells]
+    assert note.endswith("--all lists all facts, files and tensors")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +131,7 @@ def test_a_run_stands_for_its_checkpoints_and_exports(run, capsys):
 def test_damage_is_named(run, name, capsys):
     path = run / name
     inspect([run], check=True)
-    assert "as they were written" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("4 of 4 are sound, by all of their files\n")
     flip_a_byte(path)
     inspect([path.parent])
     for place in (path.parent, run):
@@ -142,8 +159,8 @@ def test_the_command_checks_all_and_refuses_the_first(run, tmp_path):
     done = python("ckpt_tools", "inspect", str(bad), str(good), "--verify")
     assert "1 of 2 failed: " in error_line(done)
     assert "config.json has 2 bytes instead of" in error_line(done)
-    assert done.stdout.splitlines()[0] == str(good)
-    assert "computes what the megatron engine did, at step 20" in done.stdout
+    first = f"{good}: HF directory, export, computes what the megatron engine did, at step 20"
+    assert done.stdout.splitlines()[0] == first
 
 
 def test_what_is_nothing_of_that_kind_is_refused(run, tmp_path):

@@ -171,24 +171,26 @@ def test_what_is_there_is_kept_and_printed(command, printed, monkeypatch, tmp_pa
         return list(printed)
 
     first = run()
-    assert first[0] == f"rtn-b3-g16 of {model}: measured, {path}"
-    result = read(path.parent)
-    low, high = result["measured"]["intervals"]["kl_divergence"]
-    assert f"KL {result['measured']['kl_divergence']:.4g} [{low:.4g}, {high:.4g}]" in first[1]
+    assert first[-1] == f"written: {path}"
+    measured = read(path.parent)["measured"]
+    assert first[1] == f"{model}: loss {measured['cross_entropy']:.4f} in full precision"
+    row = first[4].split()
+    assert row[:2] == ["rtn-b3-g16", f"{measured['cross_entropy_quantized']:.4f}"]
+    assert float(row[5]) == pytest.approx(1000 * measured["kl_divergence"], rel=0.01)
     content = path.read_bytes()
     with monkeypatch.context() as patched:
         patched.setattr("quant_eval.measuring.measurement.measure", None)  # would fail
         kept = run()
-    assert kept == [first[0].replace("measured,", "kept, measured before,"), first[1]]
+    assert kept == [*first[:-1], f"kept, measured before: {path}"]
     assert path.read_bytes() == content
-    assert "kept, measured" in run(calibration="/not/read")[0]
-    assert "kept, measured" not in run(eval_tokens=5500)[0]
-    assert "kept, measured" not in run()[0]  # the last one was of other settings
+    assert "kept, measured" in run(calibration="/not/read")[-1]
+    assert "kept, measured" not in run(eval_tokens=5500)[-1]
+    assert "kept, measured" not in run()[-1]  # the last one was of other settings
     with_weight(hf_dir, tmp_path / "other", "model.norm.weight", 0.5)
     shutil.copy(tmp_path / "other/model.safetensors", model / "model.safetensors")
-    assert "kept, measured" not in run()[0]
+    assert "kept, measured" not in run()[-1]
     path.write_text(path.read_text()[:-100])  # damaged
-    assert "kept, measured" not in run()[0]
+    assert "kept, measured" not in run()[-1]
 
 
 def test_the_seed_of_random_signs_is_that_asked_for(command, printed, tmp_path):
@@ -200,23 +202,23 @@ def test_the_seed_of_random_signs_is_that_asked_for(command, printed, tmp_path):
         return read(tmp_path / name)["measured"]
 
     first, second = run("a", 1), run("a", 2)
-    assert "kept, measured" not in printed[0]
+    assert "kept, measured" not in printed[-1]
     assert second == run("b", 2)
     assert second["kl_divergence"] != first["kl_divergence"]
     assert (first["interval"]["seed"], second["interval"]["seed"]) == (1, 2)
     run("a", 2)
-    assert "kept, measured" in printed[0]
+    assert "kept, measured" in printed[-1]
 
 
 def test_asking_for_more_measures_again(command, printed, tmp_path):
     out = ("--spec", "gptq-b3-g16", "--out", tmp_path / "out")
     for number, options in enumerate([(), ("--dense",), ("--dense",), ("--per-block",)]):
         assert command(*out, *options)[0] == 0
-        assert ("kept, measured" in printed[0]) == (number == 2)
+        assert ("kept, measured" in printed[-1]) == (number == 2)
     assert command(*out, "--dense")[0] == 0
-    assert "kept, measured" not in printed[0]  # the result without them replaced theirs
+    assert "kept, measured" not in printed[-1]  # the result without them replaced theirs
     assert command(*out, calibration_sequences=20)[0] == 0
-    assert "kept, measured" not in printed[0]
+    assert "kept, measured" not in printed[-1]
 
 
 WITHOUT_SLOW_IMPORTS = """

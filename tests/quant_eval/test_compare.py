@@ -4,6 +4,7 @@ compares results pair by pair, and everything that it refuses.
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
+from base.aligned import WIDTH
 from base.digests import sealed
 from base.statistics import holm, pairs_of
 from ckpt_tools.hf.measured import Quantization
@@ -249,7 +251,7 @@ def test_holm_is_over_the_pairs_of_the_call():
 
 
 def verdicts(printed):
-    return [line.split()[-1] for line in printed if "gptq-b3-g32" in line]
+    return [line.split()[-1] for line in printed if line.endswith(("higher", "lower"))]
 
 
 def test_the_command_prints_and_writes(written, run, tmp_path):
@@ -258,7 +260,10 @@ def test_the_command_prints_and_writes(written, run, tmp_path):
     out = tmp_path / "out.json"
     code, printed, _ = run(*directories, "--figure", "absolute_error", "--out", out)
     assert (code, verdicts(printed)) == (0, ["higher", "lower"])
-    assert any("absolute_error, nats per token" in line for line in printed)
+    assert printed[0] == (
+        "2 of 2 pairs differ significantly in increase of the loss (p below 0.05 after Holm's"
+    )
+    assert printed[3].startswith("increase of the loss, 10^-3 nats/token; difference, 10^-3 ")
     written_out = json.loads(out.read_text())
     assert written_out["settings"]["pairing"] == "baseline"
     for index, entry in enumerate(written_out["pairs"], start=1):
@@ -270,7 +275,30 @@ def test_the_command_prints_and_writes(written, run, tmp_path):
     assert index == 2
     _, printed, _ = run(*directories, "--figure", "absolute_error", "--pairs", "successive")
     assert verdicts(printed) == ["higher", "lower"]
-    assert "\n".join(run(*directories, "--pairs", "all")[1]).count("gptq-b3-g32") == 6
+    _, printed, _ = run(*directories, "--pairs", "all")
+    assert printed[0].startswith("3 of 3 pairs differ significantly in relative increase of the")
+    assert len(verdicts(printed)) == 3
+
+
+def test_the_verdict_on_one_pair_is_a_sentence_with_its_size(written, run):
+    """Losses that differ by 0.02 nats on each document, in the mean and without noise."""
+    first, second = pair(seed=0, added=0.02)
+    exact = second | {
+        "nll_quantized": [
+            x + 0.02 * n for x, n in zip(first["nll_quantized"], first["tokens"], strict=True)
+        ]
+    }
+    directories = written(content(first), content(exact))
+    _, printed, _ = run(*directories, "--figure", "cross_entropy_quantized")
+    verdict = " ".join(" ".join(printed[: printed.index("")]).split())
+    assert re.search(
+        r" has a higher loss once quantized than .*, by 20\.0 \[20\.0, 20\.0\] 10\^-3 nats/token"
+        r" \(p < 0\.001\)$",
+        verdict,
+    )
+    assert max(map(len, printed)) <= WIDTH
+    _, printed, _ = run(*reversed(directories), "--figure", "cross_entropy_quantized")
+    assert "has a lower loss once quantized than" in " ".join(" ".join(printed).split())
 
 
 SUMS = pair()[0]

@@ -207,7 +207,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     site_file(site, root, python, time="20")
     code, out, err = command("retry", "small", "--site", str(site))
     assert (code, err) == (0, "")
-    assert out.splitlines()[:2] == ["train   1 element", "export  2 elements"]
+    assert out.splitlines()[1:3] == ["train   1 element", "export  2 elements"]
     ids = existing_submission(study_dir).element_ids
     assert "TimeLimit=00:20:00" in lab.command("scontrol", "show", "job", ids["train", 0])
 

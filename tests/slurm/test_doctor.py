@@ -13,7 +13,7 @@ from base.errors import UserError
 from base.files import write_json
 from base.processor import CPUINFO, cpu_model
 from slurm import cluster, doctor
-from slurm.doctor import ONE_KIND, Check, checks_here, visit
+from slurm.doctor import ONE_KIND, Check, checks_here, lines_of, visit
 from tests.slurm.studies import changed, site_of
 
 
@@ -21,6 +21,28 @@ from tests.slurm.studies import changed, site_of
 def root(tmp_path):
     (tmp_path / "runs").mkdir()
     return tmp_path / "runs"
+
+
+def test_problems_come_first_then_warnings_and_the_rest_on_demand():
+    checks = [
+        Check("SLURM's commands", None),
+        Check("preemption", None, "CANCEL: preempted jobs need 'status --watch'", warns=True),
+        Check("locks on node1", "a lock is not seen; mount root with flock"),
+        Check("disk from node1", None, "2,000 GB free below root"),
+    ]
+    assert lines_of(checks, whole=False) == [
+        "1 problem; correct before submitting a study",
+        "FAIL locks on node1: a lock is not seen; mount root with flock",
+        "warn preemption: CANCEL: preempted jobs need 'status --watch'",
+        "ok   2 more checks; --all lists them, and what a site needs",
+    ]
+    whole = lines_of([checks[0], checks[3]], whole=True)
+    assert whole[:3] == [
+        "ready",
+        "ok   SLURM's commands",
+        "ok   disk from node1: 2,000 GB free below root",
+    ]
+    assert whole[3].startswith("what a site has to allow:")
 
 
 def failures(site, wait: int = 300) -> dict[str, str]:

@@ -102,6 +102,33 @@ def test_the_whole_output(half_way, study_dir):
     assert output == GOLDEN.read_text()
 
 
+def test_a_large_study_is_a_screen_and_all_of_it_is_there(half_way, study_dir, monkeypatch):
+    """With limits below this small study's size, as a large study is above the real ones."""
+    monkeypatch.setattr("slurm.status.table.TRAININGS_SHOWN", 1)
+    monkeypatch.setattr("slurm.status.table.ROWS_SHOWN", 8)
+    overview = look(study_dir)
+    lines = lines_of(overview)
+    first = lines.index(
+        "training  state               logged   step   tokens  loss    tokens/s  left     saved"
+    )
+    assert lines[first + 2] == "and 1 more trainings; --all lists them"
+    assert lines[first + 4 : first + 14] == [
+        "measuring  of         made  checkpoints  not made",
+        "all        corpus     1/1   #            -",
+        "all        prepare    3/3   ###          -",
+        "all        export     2/4   ##hh         2 held",
+        "all        quantize   1/8   xrcq         2 queued, 2 running, 2 cancelled, 1 failed",
+        "all        curvature  0/4   qqqq         4 queued",
+        "all        collect    0/1   q            1 queued",
+        "all        report     0/1   q            1 queued",
+        "all        mirror     0/1   q            1 queued",
+        "",
+    ]
+    whole = lines_of(overview, whole=True)
+    assert next(line for line in whole if line.startswith("lr3e-3 ")).split()[1] == "made"
+    assert sum(line.startswith(("lr3e-2", "lr3e-3")) for line in whole) == 8
+
+
 def test_no_log_steers_the_terminal(half_way, study_dir):
     write_log(study_dir, half_way, "quantize-1", 0, "error: x \x1b[2J gone")
     output = told_of(study_dir)

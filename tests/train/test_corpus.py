@@ -54,7 +54,7 @@ def test_bad_token_files_are_refused(tmp_path, train_prefix):
     assert "copy.bin was changed" in error_line(python("train", "verify", str(tmp_path / "copy")))
     whole = python("train", "verify", str(train_prefix)).stdout
     size = sum(train_prefix.with_suffix(suffix).stat().st_size for suffix in (".bin", ".idx"))
-    assert f"{size} bytes are as recorded" in whole
+    assert f"{size:,} bytes are as recorded" in whole
     (tmp_path / "copy.bin").write_bytes(tokens[:-2])
     with pytest.raises(UserError, match=r"copy\.bin is missing or truncated"):
         open_corpus(tmp_path / "copy")

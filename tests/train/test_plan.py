@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from base.aligned import WIDTH
 from tests.runs import make_run
 from train.__main__ import app
 from train.model.config import ModelConfig
@@ -13,7 +14,7 @@ from train.model.presets import OLMO2_1B, OLMO2_7B, OLMO2_13B, OLMO2_32B, OLMO2_
 from train.planning.flops import GPUS
 from train.planning.memory import checkpoint_bytes, parameter_count, rank_memory, snapshot_bytes
 from train.planning.plan import Layout, fit, fitting_layouts, in_words
-from train.planning.report import print_plans
+from train.planning.report import Machine, plan_lines
 from train.run.config import BranchFrom
 from train.run.optimization import Ema, Lawa
 from train.run.parallel import ZeroConfig
@@ -28,7 +29,7 @@ OLMO2_SETTINGS: dict[str, Any] = {
 P_7B = 7_298_617_344
 
 
-def test_the_300b_ablation(tmp_path, capsys):
+def test_the_300b_ablation(tmp_path):
     """Four OLMo2-7B of 350e9 tokens of 47.768 GFLOP."""
     configs = []
     for peak_lr in (3e-4, 6e-4, 9e-4, 12e-4):
@@ -40,21 +41,33 @@ def test_the_300b_ablation(tmp_path, capsys):
         }
         directory = tmp_path / f"lr{peak_lr}"
         configs.append(make_run(directory, model=OLMO2_7B, peak_lr=peak_lr, **changes))
-    print_plans(configs, nodes=8, gpus_per_node=8, gpu="h100")
-    text = capsys.readouterr().out
+    short = plan_lines(configs, Machine(8, 8, "h100"))
+    assert short[0] == "all 4 runs fit on 8 x 8 h100"
+    assert len(short) <= 24
+    assert max(map(len, short)) <= WIDTH
+    text = "\n".join(plan_lines(configs, Machine(8, 8, "h100"), whole=True))
+    assert text.startswith("\n".join(short[:-1]))
     assert "7,298,617,344 parameters, 47.8 GFLOP per token" in text
     figures = re.search(r"at ([\d,]+) tokens/s/GPU, MFU (\d+)% \(\d+% to \d+%\)", text)
-    total = re.search(r"in sum: ([\d,]+) \([\d,]+ to [\d,]+\) GPU-hours, ([\d.]+) days", text)
+    total = re.search(r"^([\d,]+) \([\d,]+ to [\d,]+\) GPU-hours, ([\d.]+) days one", short[1])
     assert figures
     assert total
     speed, mfu = (float(figure.replace(",", "")) for figure in figures.groups())
     assert speed * 47.768e9 / 989e12 == pytest.approx(mfu / 100, abs=0.006)
     hours, days = (float(figure.replace(",", "")) for figure in total.groups())
     assert hours == pytest.approx(4 * 83_447 * 2**22 / speed / 3600, rel=0.003)
-    assert days == pytest.approx(hours / 64 / 24, rel=0.003)
+    assert days == pytest.approx(hours / 64 / 24, rel=0.005)
     # As its run.json has it, with 4 sequences of a microbatch; it gets fewer.
     assert "DOES NOT FIT" in text
-    assert "by tensor 1, pipeline 1, micro batch 2, recompute selective" in text
+    assert short[4].split()[-7:] == [
+        "2",
+        "tensor",
+        "1,",
+        "pipeline",
+        "1,",
+        "recompute",
+        "selective",
+    ]
     assert parameter_count(configs[0]) == P_7B
     disk = checkpoint_bytes(configs[0])
     assert disk.full_each == 14 * P_7B  # bf16 weights, fp32 main weights, two moments
@@ -80,12 +93,12 @@ def test_the_300b_ablation(tmp_path, capsys):
     on_h200 = fitting_layouts(configs[0], 64, gpus_per_node=8, gpu=GPUS["h200"])
     assert in_words(on_h200[0].run) == "tensor 1, pipeline 1"
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert any(row.startswith("tensor 1, pipeline 1 1 none 71.05 GB 6") for row in rows)
+    assert any(row.startswith("tensor 1, pipeline 1 1 none 71.1 GB 6") for row in rows)
     shown = [float(row[:-1].rsplit(" ", 1)[1]) for row in rows if row.endswith("%")]
     assert shown[:8] == sorted(shown[:8], reverse=True)
 
 
-def test_disk_of_averages_and_a_branch(tmp_path, capsys):
+def test_disk_of_averages_and_a_branch(tmp_path):
     """A branch has its own tokens only."""
     config = make_run(
         tmp_path / "branch",
@@ -97,8 +110,7 @@ def test_disk_of_averages_and_a_branch(tmp_path, capsys):
         total_steps=83_921,
         save_steps=(80_000, 83_921),
     )
-    print_plans([config], nodes=1, gpus_per_node=8, gpu="h200")
-    text = capsys.readouterr().out
+    text = "\n".join(plan_lines([config], Machine(1, 8, "h200"), whole=True))
     assert f"{11_921 * 4_194_304:,} tokens at " in text
     disk = checkpoint_bytes(config)
     assert disk.full_each == (14 + 4 * 6) * P_7B  # five of the window and one moving average
@@ -157,7 +169,7 @@ def test_a_micro_batch_is_the_fastest_that_fits(tmp_path, model, most, micro, re
     assert (fitted.micro_batch_size, fitted.recompute) == (micro, recompute)
 
 
-def test_what_does_not_divide(tmp_path, capsys):
+def test_what_does_not_divide(tmp_path):
     """1,024 sequences do not divide over 24 replicas, and 32 heads not over tensor 3."""
     config = make_run(
         tmp_path / "zero",
@@ -166,13 +178,13 @@ def test_what_does_not_divide(tmp_path, capsys):
         engine="deepspeed",
         zero=ZeroConfig(stage=2),
     )
-    print_plans([config], nodes=3, gpus_per_node=8, gpu="h100")
-    text = capsys.readouterr().out
+    text = "\n".join(plan_lines([config], Machine(3, 8, "h100"), whole=True))
     assert "not a multiple of data-parallel size 24" in text
     assert "no layout of 24 h100 fits" in text
 
-    print_plans([config, config], nodes=3, gpus_per_node=8, gpu="h100")
-    assert "2 of 2 runs fit no layout; their time is not in the sum" in capsys.readouterr().out
+    assert plan_lines([config, config], Machine(3, 8, "h100"))[0] == (
+        "2 of 2 runs fit no layout on 3 x 8 h100; give more GPUs or larger ones"
+    )
 
 
 def test_refusals_of_the_command(tmp_path):
@@ -187,4 +199,4 @@ def test_refusals_of_the_command(tmp_path):
         assert reason in refused.output
     done = CliRunner().invoke(app, [*command, "h100", "--nodes", "1"])
     assert done.exit_code == 0
-    assert "layouts that fit" in done.stdout
+    assert done.stdout.splitlines()[0].endswith(" fits on 1 x 2 h100")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import t, ttest_1samp, ttest_rel
 
+from base.aligned import WIDTH
 from base.digests import sealed
 from base.errors import UserError
 from base.statistics import holm
@@ -165,8 +166,11 @@ def test_every_pair_and_its_corrected_test(run, three, tmp_path):
         squares = [ttest_1samp(traces[index], 0).confidence_interval(0.5) for index in (a, b)]
         alone = [(each.high - each.low) / 2 / t.ppf(0.75, 23) for each in squares]
         assert pair["unpaired_standard_error"] == pytest.approx(math.hypot(*alone), rel=1e-9)
+    lines = printed.splitlines()
+    assert " ".join(lines[:2]).startswith("2 of 3 pairs differ significantly in trace")
     assert printed.count("hf/step2") == 2
     assert "not significant" in printed
+    assert max(map(len, lines)) <= WIDTH
 
 
 def test_pairings(run, three, tmp_path):
