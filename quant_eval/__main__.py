@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from base.aligned import aligned, wrapped
 from base.cli import command_group, options_of, quick_imports, run_command
 from base.environment import is_rank_zero
 from base.errors import UserError
@@ -162,11 +163,32 @@ def outliers(
 
 
 @app.command()
-def methods() -> None:
-    """List what a spec can be: methods, formats, transforms, their settings and sources.
+def methods(whole: All = False) -> None:
+    """List what a spec can be: methods, formats and transforms; with --all parts and sources.
 
-    Example: python -m quant_eval methods
+    Example: python -m quant_eval methods --all
     """
+    if whole:
+        _list_parts()
+        return
+    print("\n".join(wrapped(f"a spec is METHOD-bBITS and settings: {EXAMPLES}")))
+    rows = [
+        (each.method, ", ".join(map(str, each.widths)), ", ".join(each.saved) or "-")
+        for each in QUANTIZERS
+    ]
+    print("\n".join(["", *aligned([("method", "bits", "saved as checkpoints for"), *rows]), ""]))
+    rotations = [f"{name}{'64' if row.takes_block else ''}" for name, row in ROTATIONS.items()]
+    for title, names in (
+        ("formats in place of bits", [*FORMATS]),
+        ("transforms", ["smooth0.5", "baseq", *rotations]),
+        ("KV cache", ["kv8", "kv4", "kvfp8"]),
+    ):
+        print("\n".join(wrapped(f"{title}: {', '.join(names)}")))
+    print("--all explains every part of a name, with its default and source")
+
+
+def _list_parts() -> None:
+    """Print the parts of the names of every method, and all sources."""
     print(
         "Weights: METHOD or FORMAT or METHOD-FORMAT, or w4a4 for RTN with activations of 4 bits\n"
     )

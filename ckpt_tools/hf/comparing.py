@@ -122,11 +122,9 @@ def _p_value(value: float) -> str:
 
 def _table(pairs: Sequence[Any], names: Sequence[str], figure: Figure) -> list[str]:
     """Return a row per pair, headed by the units."""
-    values = "nats/token" if figure.decimals is not None else figure.unit
+    own = ", nats/token; difference" if figure.decimals is not None else " and its difference"
     first, *others = {names[pair.first] for pair in pairs}
-    lines = [
-        f"{figure.title}, {values}; difference, {figure.unit}, with {INTERVAL_LEVEL:.0%} interval"
-    ]
+    lines = [f"{figure.title}{own}, {figure.unit}, with {INTERVAL_LEVEL:.0%} interval"]
     if not others:
         lines.append(f"compared with {first}: {figure.value(pairs[0].first_value)}")
     heads = ["result", "value"] + ["compared with", "its value"] * bool(others)

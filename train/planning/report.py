@@ -37,12 +37,12 @@ class Machine(NamedTuple):
 
     @property
     def gpus(self) -> int:
-        """The number of all GPUs."""
+        """Return the number of all GPUs."""
         return self.nodes * self.gpus_per_node
 
     @property
     def kind(self) -> GpuKind:
-        """The rates and the memory of each."""
+        """Return the rates and the memory of each."""
         return GPUS[self.gpu]
 
     def __str__(self) -> str:
