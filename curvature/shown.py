@@ -10,7 +10,7 @@ from typing import Any
 from base.aligned import aligned, shortened, wrapped
 from base.quantities import MILLI, MILLINATS, significant, with_interval
 from base.statistics import INTERVAL_LEVEL
-from ckpt_tools.hf.comparing import Figure
+from ckpt_tools.hf.comparing import ShownFigure
 from ckpt_tools.hf.measured import (
     Critical,
     Curvature,
@@ -26,7 +26,7 @@ from ckpt_tools.hf.results import Result, labels
 from curvature.trace.estimates import estimate_mean
 
 SQUARED = "nats/token per squared parameter"
-TRACE = Figure("trace", SQUARED)
+TRACE = ShownFigure("trace", SQUARED)
 INTERVALS = f"{INTERVAL_LEVEL:.0%} intervals"
 SHOWN_ROWS, SHOWN_FILES = 18, 4
 NONE = "-"

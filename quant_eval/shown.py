@@ -11,18 +11,18 @@ from typing import Any
 from base.aligned import aligned, shortened, wrapped
 from base.quantities import MILLI, MILLINATS, significant, with_interval
 from base.statistics import INTERVAL_LEVEL
-from ckpt_tools.hf.comparing import Figure
+from ckpt_tools.hf.comparing import ShownFigure
 from ckpt_tools.hf.measured import Accuracy, Interval, Outliers, Quantization, Tasks
 from ckpt_tools.hf.results import Result
 
 PERCENT = 100.0
 FIGURES = {
-    "cross_entropy": Figure("loss in full precision", MILLINATS, MILLI, decimals=4),
-    "cross_entropy_quantized": Figure("loss once quantized", MILLINATS, MILLI, decimals=4),
-    "absolute_error": Figure("increase of the loss", MILLINATS, MILLI),
-    "relative_error": Figure("relative increase of the loss", "%", PERCENT),
-    "kl_divergence": Figure("KL divergence", MILLINATS, MILLI),
-    "top1_agreement": Figure("agreement on the most likely token", "%", PERCENT),
+    "cross_entropy": ShownFigure("loss in full precision", MILLINATS, MILLI, decimals=4),
+    "cross_entropy_quantized": ShownFigure("loss once quantized", MILLINATS, MILLI, decimals=4),
+    "absolute_error": ShownFigure("increase of the loss", MILLINATS, MILLI),
+    "relative_error": ShownFigure("relative increase of the loss", "%", PERCENT),
+    "kl_divergence": ShownFigure("KL divergence", MILLINATS, MILLI),
+    "top1_agreement": ShownFigure("agreement on the most likely token", "%", PERCENT),
 }
 INTERVALS = f"{INTERVAL_LEVEL:.0%} intervals"
 OUTLIERS = {

@@ -212,10 +212,10 @@ def plan(
 
     Example: python -m train plan runs/olmo2-7b/lr* --nodes 8 --gpus-per-node 8 --gpu h100
     """
-    from train.planning.report import Machine, plan_lines
+    from train.planning.report import PlannedGpus, plan_lines
 
     runs = [load_run(run_dir / "run.json") for run_dir in run_dirs]
-    lines = plan_lines(runs, Machine(nodes, gpus_per_node, gpu), whole=whole)
+    lines = plan_lines(runs, PlannedGpus(nodes, gpus_per_node, gpu), whole=whole)
     typer.echo("\n".join(lines))
 
 

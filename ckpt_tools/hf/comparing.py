@@ -26,7 +26,7 @@ Out = Annotated[Path | None, typer.Option(help="JSON file that takes the compari
 All = Annotated[bool, typer.Option("--all", help="Print all, however long.")]
 
 
-class Figure(NamedTuple):
+class ShownFigure(NamedTuple):
     """A figure as it is shown: its title, and scale and unit of its differences.
 
     Values are scaled alike unless `decimals` says how many digits they have in nats/token.
@@ -47,7 +47,7 @@ class Figure(NamedTuple):
 def report(
     results: Sequence[Result[Any]],
     comparisons: Sequence[Any],
-    figure: Figure,
+    figure: ShownFigure,
     settings: Mapping[str, Any],
     note: str,
     *,
@@ -89,7 +89,7 @@ def _names(results: Sequence[Result[Any]]) -> list[str]:
     return [" ".join(each) for each in zip(models, specs, strict=True)]
 
 
-def _verdict(comparisons: Sequence[Any], names: Sequence[str], figure: Figure) -> str:
+def _verdict(comparisons: Sequence[Any], names: Sequence[str], figure: ShownFigure) -> str:
     """Return the outcome in a sentence."""
     different = sum(pair.verdict != "not significant" for pair in comparisons)
     if len(comparisons) > 1:
@@ -120,7 +120,7 @@ def _p_value(value: float) -> str:
     return f"p {value:.2g}" if value >= LEAST_P else f"p < {LEAST_P:g}"
 
 
-def _table(pairs: Sequence[Any], names: Sequence[str], figure: Figure) -> list[str]:
+def _table(pairs: Sequence[Any], names: Sequence[str], figure: ShownFigure) -> list[str]:
     """Return a row per pair, headed by the units."""
     own = ", nats/token; difference" if figure.decimals is not None else " and its difference"
     first, *others = {names[pair.first] for pair in pairs}

@@ -14,7 +14,7 @@ from train.model.presets import OLMO2_1B, OLMO2_7B, OLMO2_13B, OLMO2_32B, OLMO2_
 from train.planning.flops import GPUS
 from train.planning.memory import checkpoint_bytes, parameter_count, rank_memory, snapshot_bytes
 from train.planning.plan import Layout, fit, fitting_layouts, in_words
-from train.planning.report import Machine, plan_lines
+from train.planning.report import PlannedGpus, plan_lines
 from train.run.config import BranchFrom
 from train.run.optimization import Ema, Lawa
 from train.run.parallel import ZeroConfig
@@ -41,11 +41,11 @@ def test_the_300b_ablation(tmp_path):
         }
         directory = tmp_path / f"lr{peak_lr}"
         configs.append(make_run(directory, model=OLMO2_7B, peak_lr=peak_lr, **changes))
-    short = plan_lines(configs, Machine(8, 8, "h100"))
+    short = plan_lines(configs, PlannedGpus(8, 8, "h100"))
     assert short[0] == "all 4 runs fit on 8 x 8 h100"
     assert len(short) <= 24
     assert max(map(len, short)) <= WIDTH
-    text = "\n".join(plan_lines(configs, Machine(8, 8, "h100"), whole=True))
+    text = "\n".join(plan_lines(configs, PlannedGpus(8, 8, "h100"), whole=True))
     assert text.startswith("\n".join(short[:-1]))
     assert "7,298,617,344 parameters, 47.8 GFLOP per token" in text
     figures = re.search(r"at ([\d,]+) tokens/s/GPU, MFU (\d+)% \(\d+% to \d+%\)", text)
@@ -110,7 +110,7 @@ def test_disk_of_averages_and_a_branch(tmp_path):
         total_steps=83_921,
         save_steps=(80_000, 83_921),
     )
-    text = "\n".join(plan_lines([config], Machine(1, 8, "h200"), whole=True))
+    text = "\n".join(plan_lines([config], PlannedGpus(1, 8, "h200"), whole=True))
     assert f"{11_921 * 4_194_304:,} tokens at " in text
     disk = checkpoint_bytes(config)
     assert disk.full_each == (14 + 4 * 6) * P_7B  # five of the window and one moving average
@@ -178,11 +178,11 @@ def test_what_does_not_divide(tmp_path):
         engine="deepspeed",
         zero=ZeroConfig(stage=2),
     )
-    text = "\n".join(plan_lines([config], Machine(3, 8, "h100"), whole=True))
+    text = "\n".join(plan_lines([config], PlannedGpus(3, 8, "h100"), whole=True))
     assert "not a multiple of data-parallel size 24" in text
     assert "no layout of 24 h100 fits" in text
 
-    assert plan_lines([config, config], Machine(3, 8, "h100"))[0] == (
+    assert plan_lines([config, config], PlannedGpus(3, 8, "h100"))[0] == (
         "2 of 2 runs fit no layout on 3 x 8 h100; give more GPUs or larger ones"
     )
 

@@ -29,7 +29,7 @@ from train.forward_record import LinearRecord
 from train.model.config import ModelConfig, hf_settings, residual_linears
 from train.model.presets import PYTHIA_160M
 from train.planning.memory import rank_memory
-from train.planning.report import Machine, plan_lines
+from train.planning.report import PlannedGpus, plan_lines
 from train.rounding import load_rounding, output_errors
 from train.run.config import RunConfig, load_run
 from train.run.directory import RunDirectory
@@ -278,7 +278,7 @@ def test_the_stated_cost_is_that_of_the_default():
 def test_a_plan_states_it(tmp_path, inputs):
     """Two replicas take 3 losses of 5 sequences, and one of them the inputs of its linears."""
     run = make_run(tmp_path / "run", **inputs, probe=PROBE)
-    lines = plan_lines([run], Machine(1, 2, "h100"), whole=True)
+    lines = plan_lines([run], PlannedGpus(1, 2, "h100"), whole=True)
     share = (3 * 5 / 2 + 5) / 3 / (5 * 8 / 2)
     assert f"probe of quantization: {share:.3%} of the time" in "\n".join(lines)
 

@@ -9,7 +9,7 @@ from tests.runs import ended, execute, make_run, ranks, start_ranks, succeed, to
 from tests.train.stalled import stalling
 from tests.train.trajectories import assert_same, last_step, saves, started
 from tests.waiting import HANG_SECONDS, wait_until
-from train.run.directory import RunDirectory
+from train.run.directory import RunDirectory, read_checkpoint_record
 from train.run.environment import attempts
 from train.run.saving import SavingConfig
 
@@ -64,6 +64,10 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
     released.touch()
     done = succeed(ended(training))
     assert status(directory)["status"] == "done"
+    loss = read_checkpoint_record(directory.checkpoint(20)).held_out_loss
+    place = f"in {directory.path}\n"
+    line = f"complete: dp2, step 20, held-out loss {loss:.4f} nats/token, {place}"
+    assert done.stdout.endswith(line)
     assert not directory.stop_file.exists()
     assert directory.complete_restarts() == []
     assert_same(directory, RunDirectory(trained("dp2")), 0, 10, 20)

@@ -28,7 +28,7 @@ SHOWN_LAYOUTS = 8
 SHOWN_RUNS = 16
 
 
-class Machine(NamedTuple):
+class PlannedGpus(NamedTuple):
     """The GPUs that runs are planned for."""
 
     nodes: int
@@ -70,7 +70,9 @@ class Machine(NamedTuple):
         return "less than a minute"
 
 
-def plan_lines(runs: Sequence[RunConfig], machine: Machine, *, whole: bool = False) -> list[str]:
+def plan_lines(
+    runs: Sequence[RunConfig], machine: PlannedGpus, *, whole: bool = False
+) -> list[str]:
     """Return the sum of all runs, a row for each, and with `whole` the parts of every estimate."""
     fitted = {run: best for run in runs if (best := machine.fit(run))}
     heads = ("run", "GPU-hours", "MFU", "memory", "disk", "micro batch", "layout")
@@ -96,7 +98,7 @@ def plan_lines(runs: Sequence[RunConfig], machine: Machine, *, whole: bool = Fal
     return [*lines, *(line for run in runs for line in _parts(run, machine))]
 
 
-def _sum(runs: Sequence[RunConfig], fitted: Sequence[RunConfig], machine: Machine) -> list[str]:
+def _sum(runs: Sequence[RunConfig], fitted: Sequence[RunConfig], machine: PlannedGpus) -> list[str]:
     """Return how many runs fit, and what they take in all."""
     if len(fitted) < len(runs):
         left = f"{len(runs) - len(fitted)} of {len(runs)} runs"
@@ -112,7 +114,7 @@ def _sum(runs: Sequence[RunConfig], fitted: Sequence[RunConfig], machine: Machin
     return lines
 
 
-def _row(run: RunConfig, best: RunConfig, machine: Machine) -> tuple[str, ...]:
+def _row(run: RunConfig, best: RunConfig, machine: PlannedGpus) -> tuple[str, ...]:
     """Return the cells of a run in the layout that it gets."""
     recompute = "" if best.recompute == "none" else f", recompute {best.recompute}"
     return (
@@ -126,19 +128,19 @@ def _row(run: RunConfig, best: RunConfig, machine: Machine) -> tuple[str, ...]:
     )
 
 
-def _perturbed(run: RunConfig, machine: Machine) -> Iterator[str]:
+def _perturbed(run: RunConfig, machine: PlannedGpus) -> Iterator[str]:
     """Yield what a perturbation adds to the steps that have it."""
     if words := perturbed_in_words(run):
         speed = machine.speed(run)
         yield f"{words}, which take {speed.perturbed_seconds / speed.seconds:.3g} times as long"
 
 
-def _parts(run: RunConfig, machine: Machine) -> Iterator[str]:
+def _parts(run: RunConfig, machine: PlannedGpus) -> Iterator[str]:
     """Yield the parts of a run's estimate: speed, disk, memory as configured, and layouts."""
     gpus, kind = machine.gpus, machine.kind
-    flops = flops_per_token(run.model, run.data.sequence_length)
+    gflop = significant(flops_per_token(run.model, run.data.sequence_length) / 1e9)
     yield ""
-    yield f"{run.name}: {parameter_count(run):,} parameters, {flops / 1e9:.1f} GFLOP per token"
+    yield f"{run.name}: {parameter_count(run):,} parameters, {gflop} GFLOP per token"
     if best := machine.fit(run):
         yield _speed(best, machine)
     yield _disk(run)
@@ -165,7 +167,7 @@ def _parts(run: RunConfig, machine: Machine) -> Iterator[str]:
         yield f"  no layout of {gpus} {machine.gpu} fits; give more GPUs or larger ones"
 
 
-def _speed(run: RunConfig, machine: Machine) -> str:
+def _speed(run: RunConfig, machine: PlannedGpus) -> str:
     """Return the tokens and the speed of training in the layout that the run gets."""
     expected, fast, slow = (machine.speed(run, rates) for rates in (EXPECTED, FAST, SLOW))
     tokens = run.total_tokens - run.tokens_at(first_step(run))  # a branch trains on fewer
