@@ -110,7 +110,7 @@ def _measure(
         plan = GpuPlan.parse(dry_run)
         for hf_dir in hf_dirs:
             cost = estimate(read_config(hf_dir), settings, plan)
-            typer.echo("\n".join([str(hf_dir), *cost_lines(cost, settings, plan)]))
+            typer.echo(f"{hf_dir}: " + "\n".join(cost_lines(cost, settings, plan)))
         return
     # Opened only to refuse a text that cannot be used before the slow imports.
     open_corpus(data)

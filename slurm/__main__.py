@@ -220,10 +220,10 @@ def doctor(
     from slurm.doctor import Check, lines_of, visit
     from slurm.site import load_site
 
+    cluster, checks = load_site(site), list[Check]()
     typer.echo(f"checking here, then by a job, which may take {wait} s to end", err=True)
-    checks: list[Check] = []
     try:
-        checks.extend(visit(load_site(site), wait))
+        checks.extend(visit(cluster, wait))
     except UserError as error:
         checks.append(Check("a job on nodes", str(error)))
     typer.echo("\n".join(lines_of(checks, whole=whole)))

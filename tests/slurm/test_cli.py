@@ -186,7 +186,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
         assert (code, err) == (0, "")
         assert "text  1 element\n" in out
         wait_until(lambda: not in_queue(study_dir), "the corpus failed")
-    watch = out.splitlines()[-1].partition("watch with '")[2].rstrip("'")
+    watch = out.splitlines()[0].partition("watch with '")[2].rstrip("'")
     assert shlex.split(watch)[3:] == ["status", "small", "--root", str(root)]
     code, out, err = command("submit", "small", "--site", str(site))
     assert (code, err) == (0, "")
