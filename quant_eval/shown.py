@@ -51,6 +51,7 @@ def _losses(results: Sequence[Result[Quantization]]) -> Iterator[str]:
     """Yield a row per model and spec, after what they share."""
     yield f"loss in nats/token; increase and KL divergence in {MILLINATS}, with {INTERVALS}"
     models = _models(results)
+    rows: list[tuple[str, ...]]
     if models:
         rows = [("spec", "loss", "increase", "KL divergence")]
     else:

@@ -60,14 +60,15 @@ def test_a_checkpoint_and_its_export_tell_the_same(run, capsys):
         inspect([path], whole=True)
         printed = capsys.readouterr().out
         assert all(name in printed for name in description["files"])
-        assert "256x32  model.embed_tokens.weight\n" in printed
+        assert "320x32  model.embed_tokens.weight\n" in printed
         inspect([path])
         short = capsys.readouterr().out
         assert short.splitlines()[0] == f"{path}: {kind}"
         assert len(short.splitlines()) <= 20
         assert f"  tokens          {record.tokens:,}\n" in short
         assert f"  held out loss   {record.held_out_loss:.4f} nats/token\n" in short
-        assert f" in {len(description['files'])} files, 25 tensors; --all lists them\n" in short
+        counts = f"{len(description['files'])} files, {len(description['tensors'])} tensors"
+        assert f" in {counts}; --all lists them\n" in short
         assert ("  weights only    no\n" in short) == (path == checkpoint)
     assert describe(checkpoint)["quantdyn"] == record.quantdyn == version()
 

@@ -10,7 +10,8 @@ from quant_eval.shown import lines
 
 
 def result(measured: Any, spec: str, model: str = "runs/a/hf/step2", kind: str = "quant") -> Any:
-    return Result[type(measured)](  # type: ignore[misc]
+    typed: Any = Result[type(measured)]  # type: ignore[misc]
+    return typed(
         path=Path(model) / kind / spec / "result.json",
         model=ResultModel(path=model),
         spec=Spec(name=spec),
