@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -177,8 +177,14 @@ def quick_imports() -> Iterator[None]:
             del modules["sklearn"]
 
 
-def run_command(app: typer.Typer, name: str) -> None:
-    """Run a command line; what it cannot mean, a UserError or OSError ends with one line and 2."""
+def run_command(app: typer.Typer, name: str, synonyms: Mapping[str, str] = {}) -> None:
+    """Run a command line; what it cannot mean, a UserError or OSError ends with one line and 2.
+
+    Args:
+        app: commands of a folder.
+        name: that of the folder.
+        synonyms: by command or option, the words that other programs have for it.
+    """
     try:
         # Not standalone, or click would print errors of its own, in several lines.
         sys.exit(app(prog_name=f"python -m {name}", standalone_mode=False) or 0)  # of `typer.Exit`
@@ -186,7 +192,7 @@ def run_command(app: typer.Typer, name: str) -> None:
         help_page.show()
         sys.exit(help_page.exit_code)
     except USAGE.UsageError as error:
-        _refuse(_usage(error, f"python -m {name}"))
+        _refuse(_usage(error, f"python -m {name}", synonyms))
     except (UserError, OSError) as error:
         _refuse(line_of(error))
     finally:
@@ -208,7 +214,7 @@ def line_of(error: UserError | OSError) -> str:
     return closed_to_group(error) or line
 
 
-def _usage(error: Any, program: str) -> str:
+def _usage(error: Any, program: str, synonyms: Mapping[str, str]) -> str:
     """Return one line about a command line: what is wrong, and the nearest name or the help."""
     message = error.format_message().rstrip(".").replace("Value error, ", "")
     context, command = error.ctx, error.ctx.command_path if error.ctx else program
@@ -219,13 +225,27 @@ def _usage(error: Any, program: str) -> str:
         name = error.option_name
         names = [option for each in context.command.params for option in each.opts]
         names = [option for option in names if option.startswith("--")]
-        message = f"'{command}' has no option {name:.80}"
+        message = f"'{command}' has no option {name:.80}{_elsewhere(name, context)}"
     elif context and (unknown := COMMAND.match(message)):
-        name, names = unknown[2], list(context.command.commands)
+        name, commands = unknown[2], context.command.commands
+        names = [each for each, of_name in commands.items() if not of_name.hidden]
         message = f"'{command}' has no command {name!r:.80}"
     else:
         return f"{message}; see '{command} --help'"
-    return f"{message}; {take_one_of(name, names)}"
+    return f"{message}; {take_one_of(name, names, synonyms)}"
+
+
+def _elsewhere(option: str, context: Any) -> str:
+    """Return which commands beside this one have an option, in words."""
+    commands = getattr(context.parent.command, "commands", {}) if context.parent else {}
+    having = [
+        each
+        for each, command in commands.items()
+        if not command.hidden and any(option in parameter.opts for parameter in command.params)
+    ]
+    return f", which {' and '.join(having[:3])} {'has' if len(having) == 1 else 'have'}" * bool(
+        having
+    )
 
 
 def _refuse(line: str) -> None:

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from base.names import nearest
+from base.names import nearest, take_one_of
 
 MOST_CHARACTERS = 1000  # of a line
 
@@ -73,8 +73,9 @@ def _explain_tag(source: str, keys: str, problem: ErrorDetails) -> UserError:
     name = f"{keys}.{tag}" if keys else tag
     if problem["type"] == "union_tag_not_found":
         return UserError(f"{source}: key '{name}' is missing; add it")
-    expected = context["expected_tags"]
-    return UserError(f"{source}: '{name}': '{context['tag']:.80}' is none of {expected}; take one")
+    expected = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
+    hint = take_one_of(context["tag"], expected)
+    return UserError(f"{source}: '{name}': '{context['tag']:.80}' is unknown; {hint}")
 
 
 def _keys(location: Iterable[int | str], kind: Any) -> Iterator[int | str]:

@@ -1,63 +1,46 @@
 """Names that somebody guessed: which one is meant, and which there are."""
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-MOST_LISTED = 16
-# What other programs call something, and its names here: the first of them that there is.
-SYNONYMS: dict[str, tuple[str, ...]] = {
-    # commands
-    **dict.fromkeys(("start", "launch", "begin", "execute"), ("run", "submit")),
-    **dict.fromkeys(("resume", "continue", "restart"), ("retry", "run")),
-    **dict.fromkeys(("quantize", "measure", "eval", "evaluate", "train", "new"), ("run",)),
-    **dict.fromkeys(("tokenize", "preprocess", "prepare-data"), ("prepare",)),
-    **dict.fromkeys(("check", "validate", "verify"), ("verify", "inspect", "doctor")),
-    **dict.fromkeys(("info", "describe", "details"), ("show", "inspect", "status")),
-    **dict.fromkeys(("trace", "traces", "hessian", "diagonal"), ("hutchinson",)),
-    **dict.fromkeys(("eigenvalue", "eigenvalues", "sharpness", "lambda-max"), ("lanczos",)),
-    **dict.fromkeys(("landscape", "surface", "plane"), ("slice",)),
-    **dict.fromkeys(("trajectory", "components", "principal"), ("pca",)),
-    **dict.fromkeys(("plot", "plots", "figures", "html"), ("report",)),
-    **dict.fromkeys(("table", "results"), ("collect", "report")),
-    **dict.fromkeys(("recipes", "ls", "studies"), ("list",)),
-    **dict.fromkeys(("stop", "kill", "abort", "scancel"), ("cancel",)),
-    **dict.fromkeys(("sbatch", "queue"), ("submit", "status")),
-    **dict.fromkeys(("convert", "to-hf", "to_hf"), ("export",)),
-    **dict.fromkeys(("from-hf", "from_hf", "load"), ("import",)),
-    **dict.fromkeys(("merge", "soup", "ema", "lawa"), ("average",)),
-    **dict.fromkeys(("upload", "push"), ("publish",)),
-    **dict.fromkeys(("pull", "fetch", "get"), ("download",)),
-    **dict.fromkeys(("diff", "test"), ("compare",)),
-    **dict.fromkeys(("harness", "benchmark", "benchmarks", "lm-eval"), ("tasks",)),
-    **dict.fromkeys(("mlflow", "track"), ("mirror",)),
-    # values
-    **dict.fromkeys(("gpu", "nvidia"), ("cuda",)),
-    "bfloat16": ("bf16",),
-    **dict.fromkeys(("float32", "float", "single"), ("fp32",)),
-    **dict.fromkeys(("float16", "half"), ("fp16",)),
-    # settings
-    **dict.fromkeys(("steps", "max_steps", "iterations", "train_steps"), ("total_steps",)),
-    **dict.fromkeys(("lr", "learning_rate", "max_lr"), ("peak_lr",)),
-    **dict.fromkeys(("wd", "decay"), ("weight_decay",)),
-    **dict.fromkeys(("warmup", "warmup_steps"), ("warmup_tokens",)),
-    **dict.fromkeys(("layers", "n_layers", "num_layers", "depth"), ("num_hidden_layers",)),
-    **dict.fromkeys(("width", "d_model", "hidden_dim"), ("hidden_size",)),
-    **dict.fromkeys(("heads", "n_heads", "num_heads"), ("num_attention_heads",)),
-    **dict.fromkeys(("seq_len", "seq_length", "context_length"), ("sequence_length",)),
-    **dict.fromkeys(("global_batch_size", "bs"), ("batch_size",)),
-    "dtype": ("precision",),
+MOST_COLUMNS = 60  # of a list in a refusal
+# Names of values and settings, and what other programs call them. Those of commands and options are
+# beside them, in the __main__ of their folder.
+SYNONYMS = {
+    "cuda": "gpu nvidia",
+    "bf16": "bfloat16",
+    "fp32": "float32 float single",
+    "fp16": "float16 half",
+    "total_steps": "steps max_steps iterations train_steps",
+    "peak_lr": "lr learning_rate max_lr",
+    "weight_decay": "wd decay",
+    "warmup_tokens": "warmup warmup_steps",
+    "num_hidden_layers": "layers n_layers num_layers depth",
+    "hidden_size": "width d_model hidden_dim",
+    "num_attention_heads": "heads n_heads num_heads",
+    "sequence_length": "seq_len seq_length context_length",
+    "batch_size": "global_batch_size bs",
+    "precision": "dtype",
 }
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
+def nearest(name: str, names: Iterable[str], synonyms: Mapping[str, str] = {}) -> str | None:
     """Return the one of `names` that a word most likely means; None where none is like it.
 
     The last part of a dotted name is a name as well.
 
+    Args:
+        name: the word.
+        names: all that there are.
+        synonyms: by name, words that other programs have for it, beside those of SYNONYMS.
+
     >>> nearest("peak_lr", ["seed", "optimizer.peak_lr"]), nearest("gpu", ["cpu", "cuda"])
     ('optimizer.peak_lr', 'cuda')
+    >>> nearest("trace", ["hutchinson", "lanczos"], {"hutchinson": "trace diagonal"})
+    'hutchinson'
     """
     whole: dict[str, str] = {}
     for each in names:
@@ -65,9 +48,10 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
             # Of names with the same form the first one keeps it.
             whole.setdefault(form, each)
     word = _folded(name)[:100]  # a comparison takes the product of the lengths
+    tables = (*synonyms.items(), *SYNONYMS.items())
+    meant = [key for key, words in tables if word in map(_folded, words.split())]
     # In this order: the word, its synonyms, and its last part after a dot.
-    guesses = (word, *map(_folded, SYNONYMS.get(name.lower(), ())), word.rpartition(".")[2])
-    for guess in guesses:
+    for guess in (word, *map(_folded, meant), word.rpartition(".")[2]):
         if guess in whole:
             return whole[guess]
     begun = {whole[form] for form in whole if word and form.startswith(word)}
@@ -95,8 +79,8 @@ def _folded(name: str) -> str:
     return re.sub(r"[-_ ]+", "-", name.strip("-").lower())
 
 
-def take_one_of(name: str, names: Iterable[str]) -> str:
-    """Return what to do about a name that is none of `names`: the nearest first, then all.
+def take_one_of(name: str, names: Iterable[str], synonyms: Mapping[str, str] = {}) -> str:
+    """Return what to do about a name that is none of `names`, which are cut to a line.
 
     >>> take_one_of("tinny", ["olmo2-7b-lr", "tiny"])
     'did you mean tiny? Else take one of olmo2-7b-lr, tiny'
@@ -104,8 +88,22 @@ def take_one_of(name: str, names: Iterable[str]) -> str:
     'take one of a, b'
     """
     names = list(dict.fromkeys(names))
-    listed = ", ".join(names[:MOST_LISTED]) or "none, there are none"
-    if len(names) > MOST_LISTED:
-        listed += f" and {len(names) - MOST_LISTED} more"
-    near = nearest(name, names)
+    near = nearest(name, names, synonyms)
+    listed = _listed(name, names, near)
     return f"did you mean {near}? Else take one of {listed}" if near else f"take one of {listed}"
+
+
+def _listed(name: str, names: list[str], near: str | None) -> str:
+    """Return the names; of more than a line has, those most like a name, and how many more."""
+    whole = ", ".join(names)
+    if len(whole) <= MOST_COLUMNS:
+        return whole or "none, there are none"
+    word = _folded(name)[:100]
+    others = sorted(
+        (each for each in names if each != near),
+        key=lambda each: -difflib.SequenceMatcher(None, _folded(each), word).ratio(),
+    )
+    ends = itertools.accumulate(len(each) + 2 for each in others)
+    shown = others[: max(1, sum(end <= MOST_COLUMNS for end in ends))]
+    more = len(others) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

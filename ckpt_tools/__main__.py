@@ -11,6 +11,15 @@ from base.errors import UserError
 from train.run.optimization import Shape
 
 # Heavy libraries are imported within the commands, after what can be refused without them.
+# Commands and options, and what other programs call them.
+SYNONYMS = {
+    "export": "convert to-hf",
+    "import": "from-hf load",
+    "average": "merge soup ema lawa",
+    "download": "pull fetch get",
+    "publish": "upload push",
+    "inspect": "info show describe details check validate verify",
+}
 app = command_group(__doc__)
 
 
@@ -212,4 +221,4 @@ def _check_directories(paths: list[Path], next_action: str) -> None:
 
 
 if __name__ == "__main__":
-    run_command(app, "ckpt_tools")
+    run_command(app, "ckpt_tools", SYNONYMS)

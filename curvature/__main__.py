@@ -55,6 +55,14 @@ DryRun = Annotated[
     ),
 ]
 
+# Commands and options, and what other programs call them.
+SYNONYMS = {
+    "hutchinson": "trace traces hessian diagonal",
+    "lanczos": "eigenvalue eigenvalues sharpness lambda-max top",
+    "slice": "landscape surface plane",
+    "pca": "trajectory components principal",
+    "compare": "diff",
+}
 app = command_group(__doc__)
 
 
@@ -370,4 +378,4 @@ def compare(
 
 
 if __name__ == "__main__":
-    run_command(app, "curvature")
+    run_command(app, "curvature", SYNONYMS)

@@ -8,33 +8,59 @@ from __future__ import annotations  # older Pythons, which are refused, read thi
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from install import machine, packages
+from install.download import Download
 from install.settings import CUDA_OF, RefusedError, VenvSettings, locked, read, requirements
 
 VENV = Path(".venv")
 STAMP, TEMPORARY = VENV / "complete", VENV / "tmp"
-QUIET_SECONDS = 10  # then the newest line of what runs is shown
+QUIET_SECONDS = 9  # then a line says how far what runs is: none is later than 10 s after another
+TICK_SECONDS = 0.2
+GB = 10**9
 
 
 class Clock:
-    """The parts of an installation, printed as they begin."""
+    """The parts of an installation, printed as they begin, and how far the newest one is."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, float]] = []
-        self.printed = time.monotonic()
+        self.progress: Callable[[], str] = self._grown
+        self._printed = time.monotonic()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the newest part began."""
+        return time.monotonic() - self.begun[-1][1]
 
     def begin(self, part: str) -> None:
         """Print that a part begins."""
         self.begun.append((part, time.monotonic()))
-        self.show(part)
+        self.progress = self._grown
+        self._show(part)
 
-    def show(self, text: str) -> None:
+    def _show(self, text: str) -> None:
         """Print a line with the seconds since the first part."""
-        self.printed = time.monotonic()
-        print(f"{self.printed - self.begun[0][1]:5.0f} s  {text}", flush=True)
+        with self._lock:
+            self._printed = time.monotonic()
+            print(f"{self._printed - self.begun[0][1]:5.0f} s  {text}", flush=True)
+
+    def _watch(self) -> None:
+        """Print how far it is wherever nothing was printed for a while."""
+        while True:
+            time.sleep(TICK_SECONDS)
+            if self.begun and time.monotonic() - self._printed > QUIET_SECONDS:
+                self._show(f"  {self.progress()}")
+
+    def _grown(self) -> str:
+        """Return what is being done, and how large .venv is by now."""
+        return f"{self.begun[-1][0].partition(':')[0]}: .venv has {size(VENV) / GB:.1f} GB"
 
     def summary(self) -> str:
         """Return the seconds of all parts together and of each."""
@@ -93,6 +119,8 @@ def build(settings: VenvSettings) -> None:
 
     shutil.rmtree(TEMPORARY)
     print(clock.summary(), flush=True)
+    count = len(requirements(settings))
+    print(f"{VENV.resolve()}: {size(VENV) / GB:.1f} GB, {count} packages", flush=True)
     python_version = f"PYTHON={sys.version_info[0]}.{sys.version_info[1]}"
     STAMP.write_text(f"{settings.stamp} {python_version}\n", encoding="utf-8")
 
@@ -113,47 +141,60 @@ def install(settings: VenvSettings, python: str, pins: Path, clock: Clock) -> No
     uv, why = packages.installer(settings, python, TEMPORARY)
     tool = "uv" if uv else "pip"
     count = len(pins.read_text(encoding="utf-8").split())
-    clock.begin(f"download: {count} packages by {tool} ({why}), {contents(settings)}")
+    gigabytes, torch = contents(settings)
+    clock.begin(f"download: {count} packages by {tool} ({why}), {gigabytes:g} GB, {torch}")
 
     log = VENV / "install.log"
     command = packages.command(uv, settings, python, pins)
-    if run(command, log, packages.environment(settings, TEMPORARY), clock) != 0:
+    download = Download(gigabytes * GB, TEMPORARY)
+    if run(command, log, packages.environment(settings, TEMPORARY), clock, download) != 0:
         sys.stderr.write("".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-12:]))
         other = " (with pip: make INSTALLER=pip)" if uv else ""
         raise RefusedError(f"{tool} did not install everything ({log}); run make again{other}")
 
 
-def contents(settings: VenvSettings) -> str:
-    """Return which torch .venv gets, and how much is downloaded."""
+def contents(settings: VenvSettings) -> tuple[float, str]:
+    """Return how many GB are downloaded, and which torch .venv gets."""
     if settings.system_torch:
-        return f"0.8 GB, beside {machine.system_torch_description()}"
+        return 0.8, f"beside {machine.system_torch_description()}"
     if settings.build in CUDA_OF:
-        return f"3 GB, with torch {locked('torch')} for CUDA {CUDA_OF[settings.build][0]}"
-    return f"0.9 GB, with torch {locked('torch')} without CUDA"
+        return 3, f"with torch {locked('torch')} for CUDA {CUDA_OF[settings.build][0]}"
+    return 0.9, f"with torch {locked('torch')} without CUDA"
 
 
-def run(command: list[str], log: Path, environment: dict[str, str], clock: Clock) -> int:
-    """Run a command with its output in a log and return its exit code. What it prints of a new
-    part is shown, and its newest line where nothing was for a while.
+def size(folder: Path) -> int:
+    """Return the bytes on disk of a folder."""
+    command = [shutil.which("du") or "du", "-sk", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return 1024 * int(done.stdout.split()[0]) if done.stdout else 0
 
-    Warnings are left out: pip warns of every package that one of several indexes lacks.
+
+def run(
+    command: list[str],
+    log: Path,
+    environment: dict[str, str],
+    clock: Clock,
+    download: Download | None = None,
+) -> int:
+    """Run a command with its output in a log and return its exit code; the clock shows its parts
+    and how far they are.
     """
     with log.open("w", encoding="utf-8") as output, log.open(encoding="utf-8") as lines:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment
         )
-        newest = ""
         while process.poll() is None:
-            time.sleep(0.2)
+            time.sleep(TICK_SECONDS)
             for line in lines:
-                if not line.startswith(("WARNING", " + ")):
-                    newest = line.strip() or newest
                 for words, part in packages.LAST_PHASES.items():
                     if line.startswith(words):
                         clock.begin(part)
-            if time.monotonic() - clock.printed > QUIET_SECONDS:
-                clock.show(f"  {newest[:90] or '...'}")
-                newest = ""
+                if download:
+                    download.read(line)
+                if download and download.underway:
+                    clock.progress = lambda: download.words(clock.seconds)
+                elif packages.TELLING.match(line):
+                    clock.progress = line.strip()[:90].__str__
     return process.returncode
 
 

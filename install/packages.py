@@ -3,6 +3,7 @@
 from __future__ import annotations  # older Pythons, which are refused, read this file too
 
 import os
+import re
 import ssl
 import subprocess
 import sys
@@ -21,6 +22,8 @@ UV_SOURCES = {
 }
 UV = "uv==0.13.9"  # taken where none is installed; 25 MB
 UV_FILES = ("~/.config/uv/uv.toml", "/etc/uv/uv.toml")
+# What they and the check of imports print that says what is being done.
+TELLING = re.compile(r"\s*(Collecting|Building|Built|import) ")
 # What pip and uv print when they have downloaded everything.
 LAST_PHASES = {
     "Building wheels for collected packages": "build: what has no wheel",

@@ -4,6 +4,7 @@ import importlib.metadata
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 
 def different(pins: list[str]) -> list[str]:
@@ -25,17 +26,23 @@ def different(pins: list[str]) -> list[str]:
 
 def start(system_torch: bool) -> None:
     """Import what is slow to import or hard to install, and fails where a library is missing."""
-    torch = import_module("torch")
+    torch = announced("torch")
     if system_torch:
         torch.ones(1).numpy()  # fails where that torch was built for another numpy than ours
         assert hasattr(torch.distributed, "set_timeout"), f"torch {torch.__version__} is too old"
-    import_module("megatron.core")
-    import_module("deepspeed")
+    announced("megatron.core")
+    announced("deepspeed")
 
     from quant_eval.libraries import pcre
 
     pcre.stand_in()
-    import_module("gptqmodel")
+    announced("gptqmodel")
+
+
+def announced(name: str) -> ModuleType:
+    """Import a module after a line that says so: each may take a minute."""
+    print(f"import {name}", flush=True)
+    return import_module(name)
 
 
 def main(pins: str, system_torch: str = "") -> None:

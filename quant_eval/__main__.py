@@ -41,6 +41,16 @@ from quant_eval.specs import EXAMPLES, parse_spec
 from train.data.corpus import open_corpus
 from train.model.families import ARCHITECTURES
 
+# Commands and options, and what other programs call them.
+SYNONYMS = {
+    "run": "quantize measure eval evaluate start",
+    "compare": "diff test",
+    "tasks": "harness benchmark benchmarks lm-eval",
+    "methods": "specs list quantizers",
+    "--spec": "bit bits method quantizer w-bits wbits",
+    "--calibration": "calib calibration-data dataset",
+    "--documents": "samples",
+}
 app = command_group(__doc__)
 
 Models = Annotated[list[Path], typer.Argument(help="HF directories, measured one after the other.")]
@@ -307,4 +317,4 @@ def _show(outs: list[list[Path]], kind: type[Read], measured: Sequence[tuple[Any
 
 
 if __name__ == "__main__":
-    run_command(app, "quant_eval")
+    run_command(app, "quant_eval", SYNONYMS)

@@ -25,10 +25,9 @@ EXAMPLES = (
     " gptq-b4-g128-had, w4a4-g128-quarot, w8a8-smooth0.5, nvfp4, gptq-mxfp4-a16, fp8-astatic,"
     " ternary-g128, atom-b4-g128-keep0.03-a4, qtip-b2, kv4, gptq-b4-g128-a4-kv4-quarot"
 )
-HINT = (
-    "for example gptq-b3-g128 or w4a4-g128-quarot; 'python -m quant_eval methods' lists what a spec"
-    " can be"
-)
+METHODS_COMMAND = "'python -m quant_eval methods'"
+HINT = f"for example gptq-b3-g128 or w4a4-g128-quarot; {METHODS_COMMAND} lists what a spec can be"
+BITS = re.compile(r"-(?:w|int)?(\d)-?(?:bits?)?(?=-|$)")  # as other programs write them
 _METHODS, _FORMATS = "|".join(BY_METHOD), "|".join(FORMATS)
 
 Settings = dict[str, Any]
@@ -155,12 +154,16 @@ def _unread(kind: type[QuantSpec], text: str, rest: str) -> Exception:
     if rest == f"-{text}":
         method, hyphen, parts = text.partition("-")
         near = nearest(method, (*BY_METHOD, *FORMATS))
-        advice = f"; did you mean {near}{hyphen}{parts}?" if near else ""
-        return UserError(f"unknown spec {text!r}{advice}; {HINT}")
+        advice = f"did you mean {near}{hyphen}{parts}? Else see {METHODS_COMMAND}" if near else HINT
+        return UserError(f"unknown spec {text!r}; {advice}")
     for other in QUANTIZERS:
         for field, part in parts_of(other).items():
             if re.match(rf"-({part.pattern})(?=-|$)", rest, re.ASCII):
                 return _RefusedNameError(f"{kind.method} does not take {field}")
+    if bits := BITS.match(rest):
+        return _RefusedNameError(
+            f"{bits[0][1:]!r} is not understood, {bits[1]} bits are b{bits[1]}"
+        )
     return _RefusedNameError(f"{rest[1:]!r} is not understood")
 
 

@@ -26,6 +26,15 @@ from study.choosing import (
 )
 from study.definition import Study, load_study
 
+# Commands and options, and what other programs call them.
+SYNONYMS = {
+    "submit": "start launch sbatch execute",
+    "retry": "resume continue restart",
+    "status": "queue squeue info show",
+    "cancel": "stop kill abort scancel",
+    "doctor": "check validate verify",
+    "logs": "log tail",
+}
 app = command_group(__doc__)
 
 All = Annotated[bool, typer.Option("--all", help="print all, however long")]
@@ -302,4 +311,4 @@ def job(
 
 
 if __name__ == "__main__":
-    run_command(app, "slurm")
+    run_command(app, "slurm", SYNONYMS)

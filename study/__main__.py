@@ -31,6 +31,19 @@ from train.planning.flops import GPUS
 
 DEFAULT_GPU = "h100"
 NICENESS = 10  # of a refresh beside the steps: a core that one wants is that step's
+# Commands and options, and what other programs call them.
+SYNONYMS = {
+    "run": "start launch begin execute resume continue restart train new measure quantize evaluate",
+    "list": "recipes ls studies",
+    "show": "info describe details plan",
+    "status": "progress state",
+    "report": "plot plots figure figures html table results claims",
+    "mirror": "mlflow track",
+    "compare": "diff",
+    "--set": "seed seeds lr peak-lr steps batch-size engine layers",
+    "--profile": "smoke size",
+    "--root": "dir out output",
+}
 app = command_group(__doc__)
 
 
@@ -421,4 +434,4 @@ for command in loaded("commands"):
     app.command()(command)
 
 if __name__ == "__main__":
-    run_command(app, "study")
+    run_command(app, "study", SYNONYMS)

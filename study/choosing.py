@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 
 from base.errors import UserError
 from base.frozen import NAME_PATTERN
-from base.names import nearest
+from base.names import take_one_of
 from base.sharing import follow_root
 from study.definition import Study, load_study
 from study.recipes.resolve import is_recipe_file, recipe_names, recipe_of_file, resolve
@@ -130,10 +130,10 @@ def existing(name: str, root: Path) -> tuple[Path, Study]:
     study_name = recipe_of_file(Path(name)).name if is_recipe_file(name) else name
     directory = directory_of(study_name, root)
     if not (directory / "study.json").exists():
-        near = nearest(name, [path.parent.name for path in root.glob("*/study.json")])
-        if near:
+        studies = sorted(path.parent.name for path in root.glob("*/study.json"))
+        if studies:
             raise UserError(
-                f"{directory / 'study.json'} does not exist; did you mean {near}? Else start the"
-                " study with 'python -m study run NAME --root ROOT'"
+                f"{directory / 'study.json'} does not exist; {take_one_of(study_name, studies)}, or"
+                " start it with 'python -m study run NAME --root ROOT'"
             )
     return directory, load_study(directory)

@@ -12,6 +12,14 @@ from train.run.config import RunConfig, load_run, with_settings
 from train.run.directory import RunDirectory
 from train.run.launch import Launch, set_variables
 
+# Commands and options, and what other programs call them.
+SYNONYMS = {
+    "run": "train start launch execute resume continue pretrain",
+    "prepare": "tokenize preprocess prepare-data",
+    "verify": "check validate",
+    "plan": "estimate memory layout",
+    "--set": "lr steps seed",
+}
 app = command_group(__doc__)
 
 Tokenizer = Annotated[
@@ -220,4 +228,4 @@ def plan(
 
 
 if __name__ == "__main__":
-    run_command(app, "train")
+    run_command(app, "train", SYNONYMS)

@@ -1,17 +1,19 @@
 """Names that users guess, command lines that cannot be meant, and programs without libraries."""
 
+import importlib
 import os
 import sys
 
 import pytest
+import typer
 
 from base.errors import one_line
-from base.names import MOST_LISTED, SYNONYMS, dotted_keys, nearest, take_one_of
-from docs.commands import entries
+from base.names import MOST_COLUMNS, SYNONYMS, dotted_keys, nearest, take_one_of
 from study.recipes.resolve import recipe_names, resolve
 from tests.runs import PROJECT, execute, python
 from tests.waiting import interruptible
 
+PROGRAMS = ("train", "ckpt_tools", "quant_eval", "curvature", "study", "slurm")
 KEYS = list(
     dotted_keys(resolve("tiny", "smoke").trained[0].model_dump(exclude={"name", "factors"}))
 )
@@ -43,16 +45,33 @@ def test_the_nearest_name(word, names, meant):
     assert nearest(word, names) == meant
 
 
-def test_every_synonym_leads_to_a_command_a_setting_or_a_value():
-    last = {words.split()[1] for words in (entry.words for entry in entries())}
+def test_every_synonym_leads_to_a_setting_or_a_value():
     settings = {key.rpartition(".")[2] for key in KEYS}
-    names = last | settings | {"cuda", "bf16", "fp32", "fp16"}
-    assert {name for meant in SYNONYMS.values() for name in meant} <= names
+    assert SYNONYMS.keys() <= settings | {"cuda", "bf16", "fp32", "fp16"}
 
 
-def test_long_lists_are_cut():
-    names = [f"name{number}" for number in range(MOST_LISTED + 5)]
-    assert take_one_of("x", names).endswith(f"name{MOST_LISTED - 1} and 5 more")
+@pytest.mark.parametrize("folder", PROGRAMS)
+def test_every_synonym_of_a_program_leads_to_a_command_or_an_option_of_it(folder):
+    program = importlib.import_module(f"{folder}.__main__")
+    commands = typer.main.get_command(program.app).commands
+    options = {word for each in commands.values() for param in each.params for word in param.opts}
+    assert program.SYNONYMS.keys() <= commands.keys() | options
+    words = [word for each in program.SYNONYMS.values() for word in each.split()]
+    assert not set(words) & commands.keys()  # what there is needs no synonym
+
+
+def test_a_list_longer_than_a_line_has_the_nearest_first():
+    names = [f"a-recipe-of-{number}-million-parameters" for number in range(10, 30)]
+    hint = take_one_of("a-recipe-of-28-milion-parameters", names)
+    assert hint == (
+        "did you mean a-recipe-of-28-million-parameters? Else take one of"
+        " a-recipe-of-18-million-parameters and 18 more"
+    )
+    hint = take_one_of("tinny", recipe_names())
+    assert hint.startswith("did you mean tiny? Else take one of tiny-")
+    assert len(hint) < len("did you mean tiny? Else take one of ") + MOST_COLUMNS + len(
+        " and 99 more"
+    )
     assert take_one_of("x", []) == "take one of none, there are none"
 
 
@@ -65,10 +84,11 @@ LINES = (
     ("train prepare a --out", "Option '--out' requires an argument; see 'python -m train"),
     ("study run tiny b c", "unexpected extra argument(s) (b c); see 'python -m study run --help'"),
     ("curvature hutchinson a --pairs b", "Input should be a valid integer"),
-    (
-        "study show tinny",
-        "no recipe 'tinny'; did you mean tiny? Else take one of tiny, tiny-paper, olmo2-7b-lr",
-    ),
+    ("study show tinny", "no recipe 'tinny'; did you mean tiny? Else take one of tiny-"),
+    ("study evaluate tiny", "has no command 'evaluate'; did you mean run? Else take one of "),
+    ("study status tiny --profile smoke", "has no option --profile, which show and run have; take"),
+    ("quant_eval run a --bit 3", "has no option --bit; did you mean --spec? Else take one of --"),
+    ("quant_eval run a --spec gptq-3bit", "'3bit' is not understood, 3 bits are b3; for example"),
     ("study show tiny --set steps=10", "no such setting; did you mean total_steps?"),
     ("study show tiny --profile smok", "no profile 'smok'; did you mean smoke?"),
     (f"study show tiny --set seed={'9' * 5000}", "a number of 5,000 digits; give another value"),

@@ -58,8 +58,9 @@ def test_it_says_what_it_does_and_what_that_takes(checkout):
     assert re.search(
         r"download: 5 packages by pip \(INSTALLER=pip\), .* torch 2\.14\.0 without CUDA$", lines[1]
     )
-    parts = [re.sub(r" \d+", "", part) for part in lines[-1].split(": ")[1].split(", ")]
+    parts = [re.sub(r" \d+", "", part) for part in lines[-2].split(": ")[1].split(", ")]
     assert parts == ["environment", "download", "unpack", "import"]
+    assert re.fullmatch(re.escape(str(checkout / ".venv")) + r": 0\.\d GB, 5 packages", lines[-1])
     assert not list(checkout.glob(".venv/lib/*/site-packages/numpy/__pycache__"))  # not imported
 
 

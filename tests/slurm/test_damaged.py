@@ -53,7 +53,7 @@ def test_the_memory_of_what_is_complete_is_derived_again(study_dir, content):
     [
         (
             lambda line: line | {"event": "callimg"},
-            "line 1: 'event': 'callimg' is none of 'calling'",
+            "line 1: 'event': 'callimg' is unknown; did you mean calling?",
         ),
         (lambda line: {key: line[key] for key in line if key != "array"}, "line 1: key"),
         (lambda line: line | {"indices": ["0"]}, "line 1: "),

@@ -103,7 +103,7 @@ def test_a_bad_run_is_refused(tmp_path, inputs, changes, words):
         ({"optimizer.matrices": DROPPED}, "key 'optimizer.matrices' is missing; add it"),
         (
             {"optimizer.matrices": "shampoo"},
-            "'optimizer.matrices': 'shampoo' is none of 'adamw', 'muon', 'lion', 'soap'; take one",
+            "'optimizer.matrices': 'shampoo' is unknown; take one of adamw, muon, lion, soap",
         ),
         ({"averages": [LAWA | {"window": 0}]}, "'averages.0.window'"),
         ({"perturbation": {"rho": 0.1}}, "key 'perturbation.kind' is missing; add it"),
