@@ -21,7 +21,7 @@ VENV = Path(".venv")
 STAMP, TEMPORARY = VENV / "complete", VENV / "tmp"
 QUIET_SECONDS = 9  # then a line says how far what runs is: none is later than 10 s after another
 TICK_SECONDS = 0.2
-GB = 10**9
+MB, GB = 10**6, 10**9
 
 
 class Clock:
@@ -60,7 +60,7 @@ class Clock:
 
     def _grown(self) -> str:
         """Return what is being done, and how large .venv is by now."""
-        return f"{self.begun[-1][0].partition(':')[0]}: .venv has {size(VENV) / GB:.1f} GB"
+        return f"{self.begun[-1][0].partition(':')[0]}: .venv has {size(VENV) / MB:,.0f} MB"
 
     def summary(self) -> str:
         """Return the seconds of all parts together and of each."""

@@ -34,6 +34,7 @@ from study.definition import Study
 from study.paths import MIRROR_JSON, MLFLOW_STORE
 from study.results.table import Row, read_table
 from study.tracking import described
+from study.tracking.note import main_metric, results_note
 from study.tracking.store import (
     HTTP,
     artifacts_of,
@@ -75,7 +76,7 @@ class Importer:
             self.experiment = self._find_experiment()
             tags = {NOTE_TAG: study.description}
             parent = self._find_run(study.name, study, tags)
-            self._describe(parent, described.study_params(study), tags)
+            self._describe(parent, described.study_params(study), {})
             self.parent = str(parent.info.run_id)
 
     def _locked(self, name: str) -> AbstractContextManager[None]:
@@ -146,7 +147,7 @@ class Importer:
             streams = {ROWS_TAG: training}
             if table is not None:
                 rows = [row for row in table if row["run"] == run.name]
-                streams[TABLE_TAG] = table_stream(rows, training, run.total_steps)
+                streams[TABLE_TAG] = table_stream(rows, training)
             self.total += sum(
                 len(of_row) for stream in streams.values() for of_row in stream.metrics
             )
@@ -206,9 +207,13 @@ class Importer:
             folder = str(PurePosixPath(name).parent).strip(".")
             self._client.log_artifact(run.info.run_id, str(path), folder)
 
-    def finish_study(self) -> None:
-        """Upload the files of the study, which is done if all of its runs are."""
+    def finish_study(self, table: Sequence[Row]) -> None:
+        """Upload the files of the study, which is done if all of its runs are.
+
+        Its description, which MLflow shows first, is the table of the runs' ends.
+        """
         run = self._client.get_run(self.parent)
+        self._client.set_tag(self.parent, NOTE_TAG, results_note(self._study, table))
         self._upload(run, described.study_files(self._directory))
         is_complete = all(
             described.has_ended(RunDirectory(self._directory / run.name), run)
@@ -230,12 +235,13 @@ def mirror(
     with open_store(uri) as client:
         importer = Importer(client, directory, study)
         runs = {run.name: importer.import_run(run, table) for run in study.runs}
-        importer.finish_study()
+        importer.finish_study(table)
     content = {
         "experiment": study.name,
         "experiment_id": importer.experiment,
         "store": masked(uri),
         "parent": importer.parent,
+        "ordered_by": main_metric(study),
         "runs": runs,
         "metrics": importer.total,
         "metrics_added": importer.added,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from base.errors import UserError
 from base.files import fsync_path, locked, open_to_readers, scratch_directory
@@ -132,7 +132,14 @@ def opening(directory: Path, uri: str) -> str:
         lines.append("every user of that machine can read and change it; SECURITY.md has a login")
     server = f"http://{HOST}:{PORT}" if is_own else masked(uri).rstrip("/")
     if server.startswith(HTTP) and content.get("store") == masked(uri):
-        lines.append(f"then look at: {server}/#/experiments/{content.get('experiment_id')}/runs")
+        page = f"{server}/#/experiments/{content.get('experiment_id')}/runs"
+        key = quote(f"metrics.`{content.get('ordered_by')}`", safe="")
+        runs = f"{page}?orderByKey={key}&orderByAsc=true"
+        lines += [
+            f"results, a table: {page}/{content.get('parent')}",
+            f"runs, the smallest error first: {runs}",
+            f"charts: {runs}&compareRunsMode=CHART",
+        ]
     return "\n".join(lines)
 
 

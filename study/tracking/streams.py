@@ -13,18 +13,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from base.quantities import MILLI
 from study.measurements.curvature import TOP, TRACE
-from study.measurements.quantization import ERRORS
+from study.measurements.kind import NATS, SHARE
+from study.measurements.quantization import DIVERGENCE, LOSS_INCREASE, RELATIVE_ERROR
+from study.measurements.tasks import ACCURACY, QUANTIZED
 from study.results.table import Row
 from train.run.metrics import HELD_OUT_LOSS, ROW_KEYS, TRAINED, surviving_rows
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
 
-FINAL = "final"  # the most telling measurements of the end of a run, for MLflow's own pages
-KINDS = ("quant", "curvature", "tasks")  # the first part of the name of a measurement's column
-HEADLINES = (HELD_OUT_LOSS, TRACE.name, TOP.name)
-SPEC_HEADLINES = tuple(column.figure for column in ERRORS)
+# The measurements that MLflow has; the table, an artifact, has all. Its names take no comma,
+# bracket or power, and what is before the last slash is the heading of a section of charts.
+OF_SPEC = {
+    (column.name.partition("/")[0], column.figure): column
+    for column in (DIVERGENCE, RELATIVE_ERROR, LOSS_INCREASE, ACCURACY, QUANTIZED)
+}
+CURVATURE = {
+    TRACE.name: "curvature/Hessian trace",
+    TOP.name: "curvature/largest Hessian eigenvalue",
+}
+UNITS = {NATS: ("1e-3 nats per token", MILLI), SHARE: ("percent", 100.0)}
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,25 @@ def metric_name(key: str) -> str:
         loss, _, average = key.partition("/")
         return f"{average}/{loss}" if average else loss
     return key if key == "learning_rate" else f"train/{key}"
+
+
+def measured_metric(column: str) -> tuple[str, float] | None:
+    """Return the name in MLflow of a column of the table and what its values are multiplied by.
+
+    None for a column that MLflow does not have.
+
+    >>> measured_metric("quant/gptq-b3-g32/kl_divergence")
+    ('KL divergence 1e-3 nats per token/gptq-b3-g32', 1000.0)
+    >>> measured_metric("quant/gptq-b3-g32/kl_divergence_low")
+    """
+    if column in CURVATURE:
+        return CURVATURE[column], 1.0
+    kind, *measured, figure = column.split("/")
+    known = OF_SPEC.get((kind, figure))
+    if known is None:
+        return None
+    unit, scale = UNITS[known.unit]
+    return f"{known.title} {unit}/{' '.join(measured)}", scale
 
 
 def _current(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -107,14 +136,12 @@ def _line_of(path: Path, row: dict[str, Any]) -> int:
     raise AssertionError(f"{path} has no row of step {row['step']}")
 
 
-def table_stream(
-    rows: Sequence[Row], training: MetricStream, last_step: int | None
-) -> MetricStream:
+def table_stream(rows: Sequence[Row], training: MetricStream) -> MetricStream:
     """Return one run's rows of the table, at the times when training reached their tokens.
 
-    Measurements keep the names of their columns (`quant/gptq-b3-g128/kl_divergence`, of an average
-    `lawa5x500/quant/...`). What was not measured has no metric. Where a row does not know its
-    tokens, steps take their place, and 0 that of a step which no source states.
+    Measurements are named by `measured_metric`, of an average `lawa5x500/...`. What was not
+    measured has no metric. Where a row does not know its tokens, steps take their place, and 0 that
+    of a step which no source states.
     """
     # Times of training, not of measuring: measuring again makes the same metrics.
     times = {row["tokens"]: _milliseconds(row) for row in training.rows}
@@ -123,16 +150,10 @@ def table_stream(
     for row in rows:
         at, of_row = row[axis] or 0, {}
         prefix = f"{row['average']}/" if row["average"] else ""
-        is_last = row["step"] == last_step and row["average"] is None
         for column, value in row.items():
-            if value is None:
-                continue
-            kind, _, short = column.partition("/")
-            if kind in KINDS:
-                of_row[prefix + column] = value
-            of_spec = kind == "quant" and column.rpartition("/")[2] in SPEC_HEADLINES
-            if is_last and (of_spec or column in HEADLINES):
-                of_row[f"{FINAL}/{short or column}"] = value
+            if value is not None and (metric := measured_metric(column)):
+                name, scale = metric
+                of_row[prefix + name] = scale * value
         metrics.append(_metrics(of_row, at, times.get(at, 0)))
         figures.append(of_row)
     lacking = _not_finite(figures, lambda at: f"the table's row of step {rows[at]['step']}")

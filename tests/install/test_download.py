@@ -73,6 +73,6 @@ def test_no_silence_while_nothing_is_printed(tmp_path, monkeypatch, capsys):
     printed = [line[9:] for line in capsys.readouterr().out.splitlines()]
     assert printed[:2] == [
         "environment: Python 3.13.1 (python3)",
-        "  environment: .venv has 0.0 GB",
+        "  environment: .venv has 0 MB",
     ]
     assert printed[-2:] == ["download: 2 packages", "  Building deepspeed"]

@@ -112,11 +112,11 @@ def test_results_are_added_as_they_come_and_no_run_is_made_anew(
     assert " results" in refresh(study_dir)
     table = pq.read_table(study_dir / "table.parquet").to_pylist()
     assert (study_dir / "report.html").stat().st_size > 10_000
-    error = "quant/gptq-b3-g32/relative_error"
+    error, metric = "quant/gptq-b3-g32/relative_error", "relative error percent/gptq-b3-g32"
     has_error = {row["run"] for row in table if row[error] is not None}
     assert has_error == {first.name}  # the second run is trained alone
     points = {
-        run: {at for name, at in values if name == error}
+        run: {at for name, at in values if name == metric}
         for run, values in database.points(study.name).items()
     }
     assert points[second.name] == set()

@@ -7,11 +7,13 @@ import pytest
 
 from base.errors import UserError
 from study.tracking.importer import mirror
+from study.tracking.note import MOST_CHARACTERS, main_metric, results_note
 from study.tracking.store import store_uri
 from tests.sealing import edited, measured_in
 from tests.study.synthetic import table_of
 
-HELD_OUT = "held_out_loss"
+HELD_OUT, ERROR = "held_out_loss", "relative error percent/gptq-b3-g32"
+DIVERGENCE = "KL divergence 1e-3 nats per token"
 pytestmark = pytest.mark.usefixtures("store")
 
 
@@ -47,20 +49,15 @@ def check_run(directory: Path, name: str, entry: dict, study) -> None:
     history = entry["history"]
     assert len(history["train/loss"]) == 640
     # error against tokens: a metric's step is the tokens of its checkpoint
-    error = history["quant/gptq-b3-g32/relative_error"]
+    error = history[ERROR]
     assert [metric.step for metric in error] == [step * 2048 for step in study.runs[0].save_steps]
     hf = directory / name / "hf"
     quant = measured_in(hf / "step00000448/quant/gptq-b3-g32")
-    assert error[3].value == quant["relative_error"]
-    assert len(history["curvature/trace"]) == 7
-    (predicted,) = history["curvature/step-gptq-b8-g32/predicted"]
-    whole = measured_in(hf / "step00000640/curvature/step-gptq-b8-g32")["whole"]
-    assert (predicted.step, predicted.value) == (640 * 2048, whole["predicted"]["mean"])
-    (method,) = history["quant/awq-b3-g32/kl_divergence"]  # of the last checkpoint alone
+    assert error[3].value == 100 * quant["relative_error"]
+    assert len(history["curvature/Hessian trace"]) == 7
+    (method,) = history[f"{DIVERGENCE}/awq-b3-g32"]  # of the last checkpoint alone
     divergence = measured_in(hf / "step00000640/quant/awq-b3-g32")["kl_divergence"]
-    assert (method.step, method.value) == (640 * 2048, divergence)
-    assert entry["run"].data.metrics["final/awq-b3-g32/kl_divergence"] == divergence
-    assert entry["run"].data.metrics["final/trace"] == history["curvature/trace"][-1].value
+    assert (method.step, method.value) == (640 * 2048, 1000 * divergence)
     losses = [
         {metric.step: metric.value for metric in history[key]}
         for key in (HELD_OUT, f"lawa5x16/{HELD_OUT}")
@@ -68,18 +65,14 @@ def check_run(directory: Path, name: str, entry: dict, study) -> None:
     assert [losses[1][step] for step in losses[0]] == [
         pytest.approx(loss - 0.08) for loss in losses[0].values()
     ]
-    averaged = {
-        metric.step: metric.value for metric in history["lawa5x16/quant/gptq-b3-g32/relative_error"]
-    }
+    averaged = {metric.step: metric.value for metric in history[f"lawa5x16/{ERROR}"]}
     assert averaged.keys() == {step * 2048 for step in study.averaged_steps}
-    assert [point.step for point in history["soup-anneal/quant/gptq-b3-g32/relative_error"]] == [
-        640 * 2048
-    ]
+    assert [point.step for point in history[f"soup-anneal/{ERROR}"]] == [640 * 2048]
     assert not any(key.startswith("soup-") and HELD_OUT in key for key in history), (
         "it was not evaluated"
     )
     quant = measured_in(hf / "lawa5x16-step00000448/quant/gptq-b3-g32")
-    assert averaged[448 * 2048] == quant["relative_error"] != error[3].value
+    assert averaged[448 * 2048] == 100 * quant["relative_error"] != error[3].value
 
 
 def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
@@ -115,6 +108,31 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
     assert counts(read_store(root)) == counts(store)
 
 
+def test_the_description_of_a_study_is_a_table_of_its_ends(study):
+    """From planted rows: the smallest error first, in the unit of the heading, names whole."""
+    column, step = "quant/gptq-b3-g32/kl_divergence", study.runs[0].total_steps
+    errors = {"lr3e-2": (0.0021, 0.0018, 0.0024), "lr1e-3": (0.000659, 0.000363, 0.000957)}
+    rows = [
+        {"run": name, "step": step, "average": None, HELD_OUT: 3.25, "tokens": step * 2048}
+        | dict(zip((column, f"{column}_low", f"{column}_high"), errors[name], strict=True))
+        for name in errors
+    ]
+    small = study.model_copy(
+        update={"runs": tuple(run for run in study.runs if run.name in errors)}
+    )
+    assert results_note(small, rows).splitlines()[1:] == [
+        "",
+        "| run | KL divergence, gptq-b3-g32, 10^-3 nats/token [95%] | held-out loss, nats per token |",
+        "|:--|--:|--:|",
+        "| lr1e-3 | 0.66 [0.36, 0.96] | 3.2500 |",
+        "| lr3e-2 | 2.10 [1.80, 2.40] | 3.2500 |",
+    ]
+    many = [rows[0] | {"run": "lr3e-2"}] * 3
+    assert main_metric(small) == f"{DIVERGENCE}/gptq-b3-g32"
+    assert results_note(small, []) == study.description
+    assert len(results_note(small, many * 100)) < MOST_CHARACTERS
+
+
 def test_what_changed_is_made_anew(collected_dir, study):
     root, name = collected_dir.parent, "lr1e-3"
     small, uri = study.model_copy(update={"runs": study.runs[:1]}), store_uri(root)
@@ -123,8 +141,8 @@ def test_what_changed_is_made_anew(collected_dir, study):
         content["measured"]["relative_error"] = 0.5
     table_of(collected_dir, small)
     mirror(collected_dir, small, uri)
-    error = read_store(root)[name]["history"]["quant/gptq-b3-g32/relative_error"]
-    assert [metric.value for metric in error].count(0.5) == 1
+    error = read_store(root)[name]["history"][ERROR]
+    assert [metric.value for metric in error].count(50.0) == 1
     assert len(error) == 7
 
 
