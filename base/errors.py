@@ -39,7 +39,9 @@ def explain_validation(source: str, error: ValidationError, kind: Any = None) ->
 
     `kind` is the type that it was to be; its fields are the names that an unknown key may mean.
     """
-    problem = error.errors()[0]
+    problems = error.errors()
+    # A misspelt key is missing, too: its spelling is the reason.
+    problem = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
     keys = ".".join(map(str, _keys(problem["loc"], kind)))
     key = keys or "the whole file"
     if problem["type"] == "extra_forbidden":

@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from base.errors import UserError
-from base.files import committed_directory, write_json
+from base.files import committed_directory, naming, write_json
 from base.progress import Progress
 from ckpt_tools.released.download import check_replaceable
 from train.data.documents import TextFile, check_given_once
@@ -41,7 +41,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write a tokenizer as transformers reads it."""
     directory.mkdir(exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    path = directory / "tokenizer.json"
+    with naming(path):  # the library's own errors have neither name nor number
+        path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,

@@ -84,12 +84,13 @@ def measured_metric(column: str) -> tuple[str, float] | None:
     """
     if column in CURVATURE:
         return CURVATURE[column], 1.0
-    kind, *measured, figure = column.split("/")
+    kind, _, measured = column.partition("/")
+    measured, _, figure = measured.rpartition("/")
     known = OF_SPEC.get((kind, figure))
     if known is None:
         return None
     unit, scale = UNITS[known.unit]
-    return f"{known.title} {unit}/{' '.join(measured)}", scale
+    return f"{known.title} {unit}/{measured.replace('/', ' ')}", scale
 
 
 def _current(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
