@@ -6,7 +6,6 @@ from base.quantities import MILLI, MILLINATS, significant, with_interval
 from study.definition import Study
 from study.measurements.kind import NATS
 from study.measurements.quantization import MEASURES
-from study.results.summary import summarize
 from study.results.table import Row
 from study.tracking.streams import measured_metric
 from train.run.metrics import HELD_OUT_LOSS
@@ -31,9 +30,16 @@ def results_note(study: Study, rows: Sequence[Row]) -> str:
     """Return the study in words, then a row per run, the smallest error first."""
     column, measure = _error(study), MEASURES[study.quantization.measure]
     scale, unit = (MILLI, MILLINATS) if measure.unit == NATS else (100.0, "percent")
-    lasts = [end.last for end in summarize(study, rows) if end.last is not None]
+    last_steps = {run.name: run.total_steps for run in study.runs}
     ends = sorted(
-        (row for row in lasts if row.get(column) is not None), key=lambda row: float(row[column])
+        (
+            row
+            for row in rows
+            if row["average"] is None
+            and row["step"] == last_steps[row["run"]]
+            and row.get(column) is not None
+        ),
+        key=lambda row: float(row[column]),
     )
     title = f"{measure.title}, {study.quantization.specs[0]}, {unit} [95%]"
     lines = [
