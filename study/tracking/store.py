@@ -136,9 +136,9 @@ def opening(directory: Path, uri: str) -> str:
         key = quote(f"metrics.`{content.get('ordered_by')}`", safe="")
         runs = f"{page}?orderByKey={key}&orderByAsc=true"
         lines += [
-            f"results, a table: {page}/{content.get('parent')}",
             f"runs, the smallest error first: {runs}",
             f"charts: {runs}&compareRunsMode=CHART",
+            f"errors with intervals, under Description: {page}/{content.get('parent')}",
         ]
     return "\n".join(lines)
 

@@ -300,7 +300,11 @@ def test_pythia_as_gpt_neox_computed_it_then(step):
 @pytest.mark.parametrize(
     ("repo", "revision", "reason"),
     [
-        ("allenai/OLMo-2-1124-8B", "main", f"did you mean {OLMO2_7B}? Else take one of allenai/OLMo-2-"),
+        (
+            "allenai/OLMo-2-1124-8B",
+            "main",
+            f"did you mean {OLMO2_7B}? Else take one of allenai/OLMo-2-",
+        ),
         ("open-sci/open-sci-ref-v0.02-1.7b-c4", "main", "not a known trajectory"),
         (OLMO2_7B, "stage1-step55000-tokens231", "such as stage1-step{S}-tokens{T}, "),
         (OLMO2_7B, "stage1-step055000-tokens231B", "not a revision"),

@@ -169,9 +169,9 @@ def test_a_copied_study_says_that_its_store_is_not_there(tmp_path, store):
     directory, study = tabled(tmp_path)
     mirror(directory, study, store)
     assert f"--backend-store-uri {store}" in opening(directory, store)
-    (*_, table, runs, charts) = opening(directory, store).splitlines()
+    (*_, runs, charts, table) = opening(directory, store).splitlines()
     server = "http://127.0.0.1:5000/#/experiments/1/runs"
-    assert re.fullmatch(f"results, a table: {server}/[0-9a-f]{{32}}", table)
+    assert re.fullmatch(f"errors with intervals, under Description: {server}/[0-9a-f]{{32}}", table)
     ordered = "?orderByKey=metrics.%60KL%20divergence%201e-3%20nats%20per%20token%2Fgptq-b3-g32%60"
     assert runs == f"runs, the smallest error first: {server}{ordered}&orderByAsc=true"
     assert charts == f"charts: {server}{ordered}&orderByAsc=true&compareRunsMode=CHART"
