@@ -30,13 +30,13 @@ def results_note(study: Study, rows: Sequence[Row]) -> str:
     """Return the study in words, then a row per run, the smallest error first."""
     column, measure = _error(study), MEASURES[study.quantization.measure]
     scale, unit = (MILLI, MILLINATS) if measure.unit == NATS else (100.0, "percent")
-    last_steps = {run.name: run.total_steps for run in study.runs}
+    at_the_end = {(run.name, run.total_steps) for run in study.runs}
     ends = sorted(
         (
             row
             for row in rows
             if row["average"] is None
-            and row["step"] == last_steps[row["run"]]
+            and (row["run"], row["step"]) in at_the_end
             and row.get(column) is not None
         ),
         key=lambda row: float(row[column]),
