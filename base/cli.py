@@ -243,9 +243,7 @@ def _elsewhere(option: str, context: Any) -> str:
         for each, command in commands.items()
         if not command.hidden and any(option in parameter.opts for parameter in command.params)
     ]
-    return f", which {' and '.join(having[:3])} {'has' if len(having) == 1 else 'have'}" * bool(
-        having
-    )
+    return f", which {', '.join(having)} {'has' if len(having) == 1 else 'have'}" * bool(having)
 
 
 def _refuse(line: str) -> None:

@@ -84,7 +84,7 @@ LINES = (
     ("curvature hutchinson a --pairs b", "Input should be a valid integer"),
     ("study show tinny", "no recipe 'tinny'; did you mean tiny? Else take one of tiny-"),
     ("study evaluate tiny", "has no command 'evaluate'; did you mean run? Else take one of "),
-    ("study status tiny --profile smoke", "has no option --profile, which show and run have; take"),
+    ("study status tiny --profile smoke", "has no option --profile, which show, run have; take"),
     ("quant_eval run a --bit 3", "has no option --bit; did you mean --spec? Else take one of --"),
     ("quant_eval run a --spec gptq-3bit", "'3bit' is not understood, 3 bits are b3; for example"),
     ("study show tiny --set steps=10", "no such setting; did you mean total_steps?"),
