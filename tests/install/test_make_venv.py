@@ -53,7 +53,8 @@ def test_torch_comes_with_cuda_and_an_index_changes_it(checkout, tmp_path, tool)
 def test_it_says_what_it_does_and_what_that_takes(checkout):
     done = make(checkout, index_of(checkout, "cpu"))
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    # on a busy machine there is progress between the parts
+    lines = [line for line in done.stdout.splitlines() if " s    " not in line]
     assert re.match(r"    0 s  environment: Python 3\.1[23]\.\d+ \(/", lines[0])
     assert re.search(
         r"download: 5 packages by pip \(INSTALLER=pip\), .* torch 2\.14\.0 without CUDA$", lines[1]
