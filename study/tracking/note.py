@@ -49,12 +49,11 @@ def results_note(study: Study, rows: Sequence[Row]) -> str:
         "|:--|--:|--:|",
     ]
     for count, row in enumerate(ends):
-        numbers = [row[column], *(row.get(f"{column}_{end}") for end in ("low", "high"))]
-        error = (
-            significant(scale * numbers[0])
-            if None in numbers
-            else with_interval(*numbers, scale=scale)
-        )
+        low, high = (row.get(f"{column}_{end}") for end in ("low", "high"))
+        if low is None or high is None:
+            error = significant(scale * float(row[column]))
+        else:
+            error = with_interval(float(row[column]), low, high, scale)
         loss = row.get(HELD_OUT_LOSS)
         line = f"| {row['run']} | {error} | {'' if loss is None else f'{loss:.4f}'} |"
         if sum(len(each) + 1 for each in [*lines, line]) > MOST_CHARACTERS - 100:
