@@ -121,7 +121,8 @@ def draw_all(
     Returns:
         What is drawn, and the names of the figures of which nothing is measured.
     """
-    shown, empty = [], []
+    shown: list[DrawnFigure] = []
+    empty: list[str] = []
     folder = canvas.directory / DIRECTORY / (experiment.name if experiment else "")
     folder.mkdir(parents=True, exist_ok=True)
     figures = figures_of(canvas.study, experiment)

@@ -30,7 +30,7 @@ def paper_svg(chart: Chart) -> str:
     Charts whose labels leave no room for panels have the width of two columns, as on the page.
     """
     text = json.dumps(chart)
-    beside = BESIDE + (RATES if '"orient": "right"' in text else 0)
+    beside: float = BESIDE + (RATES if '"orient": "right"' in text else 0)
     # What is beside a panel is known once it is drawn; mostly the first width is close enough.
     for _ in range(3):
         panel = COLUMN - beside
@@ -46,7 +46,8 @@ def paper_svg(chart: Chart) -> str:
 def _panel_in_both(chart: Chart) -> float:
     """Return the width of a panel where the chart is as wide as two columns."""
     # The chart is scaled to that width, which keeps its text readable for few panels beside.
-    return max(LEAST, BOTH / chart["columns"] - BESIDE - RATES)
+    columns: int = chart["columns"]
+    return max(LEAST, BOTH / columns - BESIDE - RATES)
 
 
 def _drawn(chart: Chart, width: float) -> str:

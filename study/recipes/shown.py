@@ -173,8 +173,8 @@ def _run_table(study: Study, whole: bool) -> Iterator[str]:
     if said:
         yield from _wrapped("all runs", ", ".join(said))
     named = {row.get("schedule") for row in shown}
-    schedules = [(letter, words) for words, letter in letters.items() if letter in named]
-    for letter, words in schedules if whole else schedules[:SCHEDULES_SHOWN]:
+    of_runs = [(letter, words) for words, letter in letters.items() if letter in named]
+    for letter, words in of_runs if whole else of_runs[:SCHEDULES_SHOWN]:
         yield from _wrapped(f"schedule {letter}", words)
     perturbed = list(dict.fromkeys(filter(None, map(perturbed_in_words, study.trained))))
     for words in perturbed if whole else perturbed[:1]:

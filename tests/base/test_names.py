@@ -53,7 +53,7 @@ def test_every_synonym_leads_to_a_setting_or_a_value():
 @pytest.mark.parametrize("folder", PROGRAMS)
 def test_every_synonym_of_a_program_leads_to_a_command_or_an_option_of_it(folder):
     program = importlib.import_module(f"{folder}.__main__")
-    commands = typer.main.get_command(program.app).commands
+    commands = vars(typer.main.get_command(program.app))["commands"]
     options = {word for each in commands.values() for param in each.params for word in param.opts}
     assert program.SYNONYMS.keys() <= commands.keys() | options
     words = [word for each in program.SYNONYMS.values() for word in each.split()]

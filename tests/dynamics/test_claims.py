@@ -153,10 +153,10 @@ def test_why_a_peak_that_shows_nothing_is_no_objection(tmp_path):
         lines["surge"].why,
     )
     value, low, high, both, least, most = map(float, present(sentence).groups())
-    assert (value, both) == (pytest.approx(alone, abs=1), pytest.approx(mean, abs=0.1))
+    assert [value, both] == [pytest.approx(alone, abs=1), pytest.approx(mean, abs=0.1)]
     # of three seeds Student's t by hand: 4.303 standard errors, and a little more by documents
     half = 4.303 * 4400 * np.std(RISES[0], ddof=1) / math.sqrt(3)
-    assert (low, high) == (pytest.approx(alone - half, abs=2), pytest.approx(alone + half, abs=2))
+    assert [low, high] == pytest.approx([alone - half, alone + half], abs=2)
     assert low < 0 < least < both < most
     assert lines["peaks"].why == "", "one step of the peak is the whole"
 

@@ -84,7 +84,7 @@ def test_the_page_says_so_below_the_claims(tmp_path, study):
     given = {"study": study, "newest": "", "facts": "", "claims_head": HEAD, "note": NOTE}
     given |= {"settings": {}, "commands": {}, "server": ""}
     for against in (AGAINST, ""):
-        section = Section("", "", "", runs, [], [], lines, against, "", [], [], "")
+        section = Section("", "", "", "", "", {}, runs, [], [], lines, against, "", [], [], "")
         write_page(tmp_path / "page.html", [section], **given)
         text = (tmp_path / "page.html").read_text()
         assert (f'class="against">against all: {AGAINST}</td></tr>' in text) == bool(against)
