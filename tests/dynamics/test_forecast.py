@@ -206,9 +206,9 @@ def test_the_command_says_what_each_model_forecasts(root):
     assert silent.startswith("no forecast of 0.001 by mean ratio; tokens and learning rate: ")
 
     three, four = (number for number, line in enumerate(whole) if "(lr1e-3)" in line)
-    words = " ".join(whole[three : three + 2])
+    words = " ".join(" ".join(whole[three : three + 2]).split())
     assert "at step 448 (917,504 tokens); if annealed from there to" in words
-    assert "by cooldowns of other runs: 1, in groups of seeds: 1" in " ".join(words.split())
+    assert "by cooldowns of other runs: 1, in groups of seeds: 1" in words
     (interval,) = (line for line in whole[three:four] if "90% interval [" in line)
     assert interval.split()[0] == "persistence"
     (average,) = (line for line in whole[three:four] if "LAWA" in line)
