@@ -91,7 +91,7 @@ def test_the_largest_study_is_shown_on_one_screen():
     shown = printed("show", "olmo2-7b-lr", "--gpus", "64")
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[1].startswith("takes ")
+    assert any(line.startswith("takes ") for line in lines[1:3])
     assert "longest chain" in shown
     assert "python -m" not in shown.replace("python -m slurm", "")
 
