@@ -75,6 +75,10 @@ def summary_of(lines: Sequence[Line]) -> str:
     return f"{', '.join(words)}{untested}"
 
 
+# Above what single runs show.
+ALONE = "No objection, since the verdict is on the mean over all, with more data than one alone:"
+
+
 def claims_lines(
     lines: Sequence[Line], against_all: str = "", *, whole: bool = False
 ) -> Iterator[str]:
@@ -97,8 +101,8 @@ def claims_lines(
     if against_all:
         objections += _within(f"all: {against_all}", whole)
     yield from ["", "What speaks against:", *objections] if objections else []
-    reasons = [text for line in tested if line.why for text in wrapped(_named(line, line.why))]
-    yield from ["", "Why runs that show nothing alone are no objection:", *reasons] * bool(reasons)
+    reasons = [text for line in tested if line.why for text in _reason(line, whole)]
+    yield from ["", ALONE, *reasons] if reasons else []
     if whole:
         yield from _details(lines)
 
@@ -109,8 +113,9 @@ def _objections(tested: Sequence[Line], whole: bool) -> Iterator[str]:
             yield from _within(f"{line.claim.name}: {line.against}", whole)
 
 
-def _named(line: Line, words: str) -> str:
-    return f"  {line.claim.name}: {words}"
+def _reason(line: Line, whole: bool) -> list[str]:
+    """Return why a run that shows nothing alone is no objection; its first sentence, or all."""
+    return _within(f"{line.claim.name}: {line.why if whole else line.why.partition('. ')[0]}", whole)
 
 
 def _within(words: str, whole: bool) -> list[str]:
