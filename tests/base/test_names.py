@@ -86,7 +86,10 @@ LINES = (
     ("study evaluate tiny", "has no command 'evaluate'; did you mean run? Else take one of "),
     ("study status tiny --profile smoke", "has no option --profile, which show, run have; take"),
     ("quant_eval run a --bit 3", "has no option --bit; did you mean --spec? Else take one of --"),
-    ("quant_eval run a --spec gptq-3bit", "'3bit' is not understood, 3 bits are b3; for example"),
+    (
+        "quant_eval run a --eval b --calibration c --spec gptq-3bit",
+        "'3bit' is not understood, 3 bits are b3; for example",
+    ),
     ("study show tiny --set steps=10", "no such setting; did you mean total_steps?"),
     ("study show tiny --profile smok", "no profile 'smok'; did you mean smoke?"),
     (f"study show tiny --set seed={'9' * 5000}", "a number of 5,000 digits; give another value"),

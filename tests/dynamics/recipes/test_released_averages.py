@@ -122,7 +122,7 @@ def test_a_window_slides_over_the_measured_revisions_of_one_stage(capsys):
     assert step.name in steps[f"quantize-stage1-lawa3-step00110000-{spec}"].after
     # curvature is that of weights
     assert not [name for name in steps if name.startswith("curvature-stage1-lawa3")]
-    shown = " ".join(" ".join(summary(study)).split())  # in one line
+    shown = " ".join(" ".join(summary(study, whole=True)).split())  # in one line
     assert f"lawa3 of {measured[0]} to {measured[2]}, ..., {measured[1]} to {measured[3]}" in shown
     assert "LAWA, the mean of 3 consecutive measured revisions of a stage" in study.description
 
