@@ -57,7 +57,7 @@ from tests.study.test_legends import legend_of
 
 Planted = Callable[[ReleasedRun, ReleasedRevision], float]
 FLAT, SURGE, SOUP_ERROR = 0.02, 0.05, 0.035
-TOKENS = "training tokens (billion)"
+TOKENS = "training tokens, billion"
 ERROR = "relative error of the loss, %"
 CHECKPOINTS, FINAL = "SmolLM3-3B-checkpoints", "SmolLM3-3B"
 
