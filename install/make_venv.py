@@ -32,7 +32,14 @@ class Clock:
         self.progress: Callable[[], str] = self._grown
         self._printed = time.monotonic()
         self._lock = threading.Lock()
+        self._ended = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def __enter__(self) -> "Clock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
 
     @property
     def seconds(self) -> float:
@@ -53,8 +60,7 @@ class Clock:
 
     def _watch(self) -> None:
         """Print how far it is wherever nothing was printed for a while."""
-        while True:
-            time.sleep(TICK_SECONDS)
+        while not self._ended.wait(TICK_SECONDS):
             if self.begun and time.monotonic() - self._printed > QUIET_SECONDS:
                 self._show(f"  {self.progress()}")
 
@@ -77,7 +83,8 @@ def main(words: list[str]) -> None:
     try:
         settings = read(words)
         check(settings)
-        build(settings)
+        with Clock() as clock:
+            build(settings, clock)
     except RefusedError as refused:
         print(f"error: {refused}", file=sys.stderr)
         sys.exit(2)
@@ -100,9 +107,8 @@ def check(settings: VenvSettings) -> None:
         print(note, flush=True)
 
 
-def build(settings: VenvSettings) -> None:
+def build(settings: VenvSettings, clock: Clock) -> None:
     """Make .venv, install and import what it holds, and write the stamp of a complete one."""
-    clock = Clock()
     clock.begin(f"environment: Python {sys.version.split()[0]} ({sys.executable})")
     STAMP.unlink(missing_ok=True)
     python = make_environment(settings)

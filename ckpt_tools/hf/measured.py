@@ -308,7 +308,7 @@ class SlicePoint(Read):
     standard_error: float | None = None
     increase: float | None = None
     increase_standard_error: float | None = None
-    losses: list[float] = []  # of each sequence
+    losses: tuple[float, ...] = ()  # of each sequence
 
 
 class SliceDirections(Read):

@@ -101,7 +101,7 @@ def test_a_mark_is_the_mean_over_seeds(measured):
         if "key" in row
     )
     expected = [1.1 * (full - loss) for full, loss in zip(quantized, losses, strict=True)]
-    assert beside[KL] == pytest.approx(sum(expected) / 2)
+    assert beside[KL] == pytest.approx(1000 * sum(expected) / 2)
 
 
 def test_bars_are_of_the_difference_from_the_control(measured):

@@ -80,7 +80,7 @@ def test_a_plane_has_its_points_their_names_and_their_distances(study, tmp_path)
     assert sorted(word for word in words if word in {"3", "2.5"}) == ["2.5", "2.5", "3"]
     cost = next(word for word in words if "\n" in word)
     assert "annealed  +0.0 \N{PLUS-MINUS SIGN} 4.0" in cost
-    assert "average  \N{MINUS SIGN}0.1250 \N{PLUS-MINUS SIGN} 0.0040" in cost
+    assert "average  \N{MINUS SIGN}125.0 \N{PLUS-MINUS SIGN} 4.0" in cost
 
     rows = [row for row in drawing.rows if row["series"] == "grid"]
     assert [row[LOSS] for row in rows] == [bowl(row[X], row[Y]) for row in rows]

@@ -165,8 +165,8 @@ def test_the_figure_holds_every_share_of_every_run(study_dir, study, count):
     drawing = drawn(blocks, Canvas(study, [], study_dir))
     cost = [2 if block in (0, count - 1) else 1 for block in range(count)]  # as the synthetic ones
     expected = [
-        [0.9 * part / sum(cost) for part in cost],
-        [1.2 * part / sum(cost) for part in cost],
+        [90 * part / sum(cost) for part in cost],  # percent
+        [120 * part / sum(cost) for part in cost],
     ]
     expected.append([0.03 * (1 + 0.1 * block) for block in range(count)])
     for panel, quantity, values in zip(chart_of(drawing)["concat"], TITLES, expected, strict=True):

@@ -83,11 +83,11 @@ def test_the_figure_shows_values_and_bounds(measured):
     assert any(title.startswith("curvature along the move rank over all +1.00") for title in titles)
     critical = [row for row in drawing.rows if row["panel"] == "Critical sharpness along the move"]
     # -0.5 times the move everywhere but at the ends, where none was found up to 64
-    shown = {(row["critical sharpness (1 / move)"], row["critical multiple"]) for row in critical}
+    shown = {(row["critical sharpness, 1 / move"], row["critical multiple"]) for row in critical}
     assert shown == {(4.0, "-0.5"), (2 / 64, "none up to 64")}
     assert {row["bound"] for row in critical if row["critical multiple"] == "-0.5"} == {"False"}
     # The axis is that of the values; bars, which reach above 4.8, leave it.
-    label = "critical sharpness (1 / move)"
+    label = "critical sharpness, 1 / move"
     assert max(row.get(f"{label}, high", 0) for row in critical) > 4.0
     domains = [
         layer["encoding"]["y"]["scale"]["domain"]

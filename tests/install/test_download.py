@@ -64,12 +64,12 @@ def test_more_than_was_expected_is_said(fed):
 def test_no_silence_while_nothing_is_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(make_venv, "QUIET_SECONDS", 0.3)
-    clock = Clock()
-    clock.begin("environment: Python 3.13.1 (python3)")
-    time.sleep(1)
-    clock.begin("download: 2 packages")
-    clock.progress = "Building deepspeed".__str__
-    time.sleep(0.6)
+    with Clock() as clock:
+        clock.begin("environment: Python 3.13.1 (python3)")
+        time.sleep(1)
+        clock.begin("download: 2 packages")
+        clock.progress = "Building deepspeed".__str__
+        time.sleep(0.6)
     printed = [line[9:] for line in capsys.readouterr().out.splitlines()]
     assert printed[:2] == [
         "environment: Python 3.13.1 (python3)",

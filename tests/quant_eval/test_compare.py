@@ -261,6 +261,7 @@ def test_the_command_prints_and_writes(written, run, tmp_path):
     assert (code, verdicts(printed)) == (0, ["higher", "lower"])
     assert printed[0] == (
         "2 of 2 pairs differ significantly in increase of the loss (p below 0.05 after Holm's"
+        " correction)"
     )
     assert printed[3].startswith("increase of the loss and its difference, 10^-3 nats/token, ")
     written_out = json.loads(out.read_text())

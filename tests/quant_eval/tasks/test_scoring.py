@@ -83,7 +83,7 @@ def test_the_command_shares_questions(
     expected = measure_tasks(pair.full, pair.full, pair.tokenizer, settings_of("piqa", shots=0))
     measured = result["measured"]
     assert measured["per_item"]["piqa"]["correct"] == expected["per_item"]["piqa"]["correct"]
-    assert done.stdout.count("measured") == 1
+    assert done.stdout.count("written: ") == 1
 
 
 @pytest.mark.parametrize("tied", [False, True])
