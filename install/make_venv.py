@@ -35,7 +35,7 @@ class Clock:
         self._ended = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def __enter__(self) -> "Clock":
+    def __enter__(self) -> Clock:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -36,7 +36,11 @@ from tests.study.synthetic import table_of, write_study
 # Figure beside the claims; title of its column; what it is of two losses.
 SHOWN: dict[str, tuple[str, str, Any]] = {
     "kl_divergence": ("kl_divergence", "KL divergence", None),
-    "relative_error": ("quantization_error", "relative error", lambda full, low: 100 * (low / full - 1)),
+    "relative_error": (
+        "quantization_error",
+        "relative error",
+        lambda full, low: 100 * (low / full - 1),
+    ),
     "absolute_error": ("absolute_error", "loss increase", lambda full, low: 1000 * (low - full)),
 }
 

@@ -183,6 +183,7 @@ def test_a_spec_is_frozen_and_consistent_however_it_is_made():
 def test_other_names_are_refused_with_the_reason_and_an_example(text, reason):
     with pytest.raises(UserError, match=re.escape(reason)) as caught:
         parse_spec(text)
-    assert "for example gptq-b3-g128 or w4a4-g128-quarot; 'python -m quant_eval methods'" in str(
-        caught.value
+    assert "'python -m quant_eval methods'" in str(caught.value)
+    assert ("for example gptq-b3-g128 or w4a4-g128-quarot" in str(caught.value)) == (
+        "did you mean gptq-b3-g32?" not in str(caught.value)
     )

@@ -37,7 +37,7 @@ def refused(tmp_path, settings_of):
 
 def test_tasks_are_chosen_by_name():
     assert len(choose_tasks("paper")) == 12
-    with pytest.raises(UserError, match="unknown task 'boolq'; take one of .* and 8 more"):
+    with pytest.raises(UserError, match=r"unknown task 'boolq'; take one of .* and 8 more"):
         choose_tasks("piqa,boolq")
     assert choose_tasks("piqa,arc_easy,piqa") == ("arc_easy", "piqa")
 
