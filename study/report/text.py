@@ -115,9 +115,8 @@ def _objections(tested: Sequence[Line], whole: bool) -> Iterator[str]:
 
 def _reason(line: Line, whole: bool) -> list[str]:
     """Return why a run that shows nothing alone is no objection; its first sentence, or all."""
-    return _within(
-        f"{line.claim.name}: {line.why if whole else line.why.partition('. ')[0]}", whole
-    )
+    words = line.why if whole else line.why.partition(". ")[0]
+    return _within(f"{line.claim.name}: {words}", whole)
 
 
 def _within(words: str, whole: bool) -> list[str]:

@@ -2,11 +2,11 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from base.errors import UserError
-from study.results.table import Row
 from study.tracking.importer import mirror
 from study.tracking.note import MOST_CHARACTERS, main_metric, results_note
 from study.tracking.store import store_uri
@@ -113,7 +113,7 @@ def test_the_description_of_a_study_is_a_table_of_its_ends(study):
     """From planted rows: the smallest error first, in the unit of the heading, names whole."""
     column, step = "quant/gptq-b3-g32/kl_divergence", study.runs[0].total_steps
     errors = {"lr3e-2": (0.0021, 0.0018, 0.0024), "lr1e-3": (0.000659, 0.000363, 0.000957)}
-    rows: list[Row] = [
+    rows: list[Any] = [
         {"run": name, "step": step, "average": None, HELD_OUT: 3.25, "tokens": step * 2048}
         | dict(zip((column, f"{column}_low", f"{column}_high"), errors[name], strict=True))
         for name in errors
