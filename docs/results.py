@@ -38,6 +38,7 @@ MEASURED = re.compile(
 )
 OF_ROW = ("run", "seed", "step", "tokens", "average", "phase", "learning_rate")
 DIGITS = 6
+LEAST_HOURS = 0.005  # of a kind that is named
 
 
 def hours_by_kind(directory: Path) -> dict[str, float]:
@@ -98,14 +99,14 @@ def write_results(directory: Path, study: Study, machine: str, out: Path) -> Pat
 
 def _page(directory: Path, study: Study, machine: str, names: list[str], claims: str) -> str:
     hours = hours_by_kind(directory)
+    named = (kind for kind in hours if hours[kind] >= LEAST_HOURS)
+    longest = ", ".join(f"{kind} {hours[kind]:.2f}" for kind in named)
     recorded = settings_of(directory, study)
     trained = sum(run.total_tokens - _tokens_before(study, run.name) for run in study.trained)
     facts = {
         "command": f"`python -m study run {study.name}`",
         "machine": machine,
-        "hours of steps": f"{sum(hours.values()):.2f} ("
-        + ", ".join(f"{kind} {value:.2f}" for kind, value in hours.items())
-        + ")",
+        "hours of steps": f"{sum(hours.values()):.2f} ({longest})",
         "trained": f"{len(study.trained)} runs, {trained / 1e6:.1f}M tokens",
         "seeds": str(len({run.seed for run in study.trained})),
     } | {
