@@ -1,4 +1,4 @@
-"""How far uv or pip is with its downloads, read off the lines that it prints."""
+"""Progress of the downloads of uv or pip, read off the lines that it prints."""
 
 from __future__ import annotations  # older Pythons, which are refused, read this file too
 

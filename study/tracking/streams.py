@@ -31,8 +31,8 @@ OF_SPEC = {
     for column in (DIVERGENCE, RELATIVE_ERROR, LOSS_INCREASE, ACCURACY, QUANTIZED)
 }
 CURVATURE = {
-    TRACE.name: "curvature/Hessian trace",
-    TOP.name: "curvature/largest Hessian eigenvalue",
+    TRACE.name: "Hessian/trace",
+    TOP.name: "Hessian/largest eigenvalue",
 }
 UNITS = {NATS: ("1e-3 nats per token", MILLI), SHARE: ("percent", 100.0)}
 
@@ -78,9 +78,9 @@ def measured_metric(column: str) -> tuple[str, float] | None:
 
     None for a column that MLflow does not have.
 
-    >>> measured_metric("quant/gptq-b3-g32/kl_divergence")
+    >>> measured_metric(DIVERGENCE.of("gptq-b3-g32"))
     ('KL divergence 1e-3 nats per token/gptq-b3-g32', 1000.0)
-    >>> measured_metric("quant/gptq-b3-g32/kl_divergence_low")
+    >>> measured_metric(f"{DIVERGENCE.of('gptq-b3-g32')}_low")
     """
     if column in CURVATURE:
         return CURVATURE[column], 1.0

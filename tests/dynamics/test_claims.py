@@ -137,7 +137,7 @@ TWO_PEAKS = study_of(
 
 
 def test_why_a_peak_that_shows_nothing_is_no_objection(tmp_path):
-    """Of the first peak the three seeds scatter about 0, over both they agree."""
+    """Three seeds of the first peak scatter about 0, those of both agree."""
     error = lambda run, model: (  # noqa: E731
         0.02 + RISES[index_of(run)][run.seed - 1] * annealed(run, model)
     )

@@ -55,7 +55,7 @@ def check_run(directory: Path, name: str, entry: dict, study) -> None:
     hf = directory / name / "hf"
     quant = measured_in(hf / "step00000448/quant/gptq-b3-g32")
     assert error[3].value == 100 * quant["relative_error"]
-    assert len(history["curvature/Hessian trace"]) == 7
+    assert len(history["Hessian/trace"]) == 7
     (method,) = history[f"{DIVERGENCE}/awq-b3-g32"]  # of the last checkpoint alone
     divergence = measured_in(hf / "step00000640/quant/awq-b3-g32")["kl_divergence"]
     assert (method.step, method.value) == (640 * 2048, 1000 * divergence)
@@ -110,7 +110,7 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
 
 
 def test_the_description_of_a_study_is_a_table_of_its_ends(study):
-    """From planted rows: the smallest error first, in the unit of the heading, names whole."""
+    """The smallest error first, in the unit of the heading, names whole."""
     column, step = "quant/gptq-b3-g32/kl_divergence", study.runs[0].total_steps
     errors = {"lr3e-2": (0.0021, 0.0018, 0.0024), "lr1e-3": (0.000659, 0.000363, 0.000957)}
     rows: list[Any] = [
