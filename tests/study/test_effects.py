@@ -104,7 +104,7 @@ def test_the_table_of_two_factors_shows_the_means_of_the_seeds(tmp_path):
     for line, layers in zip(shown.body, (2, 6), strict=True):
         for shown_mean, decay in zip(line[1:], ("0", "0.1"), strict=True):
             of_seeds = [end(rows, f"layers{layers}-wd{decay}-seed{seed}", KL) for seed in (1, 2)]
-            assert shown_mean.numbers[0] == pytest.approx(np.mean(of_seeds), rel=1e-6)
+            assert shown_mean.numbers[0] == pytest.approx(1000 * np.mean(of_seeds), rel=1e-6)
     assert "Means over 2 seeds" in shown.note
 
     first = [row for row in rows if not row["run"].endswith("seed2")]
@@ -209,7 +209,7 @@ def test_tables_have_no_rows_of_what_a_study_does_not_measure(tmp_path):
     steps, methods = step_table(demo, summaries), method_table(demo, summaries)
     assert steps
     assert methods
-    labels = ["0.012, seed 1", "0.024, seed 1"]
+    labels = ["0.012, seed 1", "0.036, seed 1"]
     assert [line[0].text for line in steps.body] == labels * 2
     assert list(methods.head) == ["method", *labels]
 

@@ -87,7 +87,7 @@ def test_the_page_says_so_below_the_claims(tmp_path, study):
         section = Section("", "", "", "", "", {}, runs, [], [], lines, against, "", [], [], "")
         write_page(tmp_path / "page.html", [section], **given)
         text = (tmp_path / "page.html").read_text()
-        assert (f'class="against">against all: {AGAINST}</td></tr>' in text) == bool(against)
+        assert (f'<td colspan="6">against all: {AGAINST}</td></tr>' in text) == bool(against)
 
 
 def test_it_is_printed_with_what_speaks_against_single_claims():
