@@ -86,6 +86,7 @@ EMBEDDED: Any = {
     "svg.fonttype": "none",  # text that can be edited
     "svg.hashsalt": "quantdyn",  # else names in the file are by chance
 }
+CLIPS = re.compile(r"\bclip\d+")  # names in an SVG; vl-convert counts through a process
 RESOURCES = re.compile(rb"(?: +/\w+ \d+ 0 R\n)+")  # of a page; their order is by chance
 
 
@@ -212,7 +213,13 @@ def pictures_of(chart: Chart | Picture) -> dict[str, bytes]:
     # A palette makes the file smaller; dithering would put noise into even areas.
     image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(png, "png")
     pdf = RESOURCES.sub(_in_order, vl_convert.svg_to_pdf(paper_svg(chart)))
-    return {"png": png.getvalue(), "svg": svg.encode(), "pdf": pdf}
+    return {"png": png.getvalue(), "svg": _renumbered(svg).encode(), "pdf": pdf}
+
+
+def _renumbered(svg: str) -> str:
+    """Return an SVG whose clip paths are numbered from 0."""
+    names = {name: f"clip{number}" for number, name in enumerate(dict.fromkeys(CLIPS.findall(svg)))}
+    return CLIPS.sub(lambda match: names[match[0]], svg)
 
 
 def _saved(picture: Picture, kind: str) -> bytes:

@@ -109,7 +109,8 @@ def test_the_table_of_two_factors_shows_the_means_of_the_seeds(tmp_path):
 
     first = [row for row in rows if not row["run"].endswith("seed2")]
     shown, *_ = heat_tables(study, summarize(study, first), Paired(tmp_path))
-    assert shown.body[0][1].numbers[0] == end(rows, "layers2-wd0-seed1", KL)
+    one = 1000 * end(rows, "layers2-wd0-seed1", KL)
+    assert shown.body[0][1].numbers[0] == pytest.approx(one)
 
 
 def test_three_values_are_compared_with_the_least_and_words_with_the_first(tmp_path):

@@ -207,5 +207,5 @@ def test_the_same_study_makes_the_same_files(tmp_path, study, monkeypatch):
             | {"": page}
         )
     assert reports[0] == reports[1]
-    assert {Path(name).suffix for name in reports[0]} == {"", ".png", ".pdf", ".csv"}
+    assert {Path(name).suffix for name in reports[0]} == {"", ".png", ".pdf", ".svg", ".csv"}
     assert {"ends.pdf", "kl_divergence.pdf"} <= set(reports[0])

@@ -110,7 +110,7 @@ def test_a_measurement_that_is_not_finite_stops_no_other(collected_dir, study, s
     rows = [Row.of(dict(first) | {"curvature/trace": float("inf")}), *others]
     content = mirror(collected_dir, small, store, rows=rows)
     words = (
-        "1 not finite, left out; the first: curvature/trace is inf in the table's row of step"
+        "1 not finite, left out; the first: Hessian/trace is inf in the table's row of step"
         f" {first.step}"
     )
     assert content["not_finite"] == {small.runs[0].name: words}
