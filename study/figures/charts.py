@@ -28,7 +28,7 @@ NEAR = 0.06  # of the range of the values, between them and the ends of an axis
 INK, SHADE = "#1c1c1c", "#f3f1e7"
 LINE: Chart = {"type": "line", "clip": True, "strokeWidth": WIDE}
 POINT: Chart = {"type": "point", "clip": True, "filled": True, "opacity": 1, "size": 40}
-OPEN: Chart = {"filled": False, "fill": "#ffffff", "strokeWidth": 1.4}
+OPEN: Chart = {"fill": "#ffffff", "strokeWidth": 1.4}
 BAND: Chart = {"type": "area", "clip": True, "opacity": 0.18, "tooltip": None}
 PLACE = "place"  # of a row on an axis with a part in order; nothing known: in no file or tooltip
 PLACE_SHARE, GAP_SHARE = 0.08, 0.03  # of the axis: a place in order, and what is left before them
@@ -231,7 +231,7 @@ def marks(
     if any(quantity.in_order for quantity in quantities.values()):
         # Vega's own words for a screen reader would call a place in order a value.
         looks["description"] = {"field": runs.field, "type": "nominal"}
-    layers += _points(looks, open_where, {"opacity": FAINT} if has_bands else {})
+    layers += _points(looks, runs, open_where, {"opacity": FAINT} if has_bands else {})
     return data(rows, encoding=encodings | {"color": runs.colour} | both, layer=layers)
 
 
@@ -268,14 +268,16 @@ def _interval_bars(
     return bars
 
 
-def _points(looks: Chart, open_where: str, faint: Chart) -> list[Chart]:
+def _points(looks: Chart, runs: Runs, open_where: str, faint: Chart) -> list[Chart]:
     """Return the points of the rows: all filled, or in two layers, those that are open apart."""
     if open_where == "false":
         return [{"mark": POINT | faint, "encoding": looks}]
-    styles = {f"!({open_where})": {}, open_where: OPEN}
+    # The colour of open ones is that of their outline. As `color` their white would be the legend's.
+    outlined = looks | {"color": None, "stroke": runs.colour | {"legend": None}}
+    kinds = {f"!({open_where})": ({}, looks), open_where: (OPEN, outlined)}
     return [
-        {"transform": [{"filter": where}], "mark": POINT | style | faint, "encoding": looks}
-        for where, style in styles.items()
+        {"transform": [{"filter": where}], "mark": POINT | style | faint, "encoding": encoding}
+        for where, (style, encoding) in kinds.items()
     ]
 
 
