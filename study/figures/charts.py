@@ -5,6 +5,7 @@ PDF and the page. A row is what is known of one value: its keys are the columns 
 fields of the chart and the lines of the tooltip.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -272,9 +273,11 @@ def _points(looks: Chart, runs: Runs, open_where: str, faint: Chart) -> list[Cha
     """Return the points of the rows: all filled, or in two layers, those that are open apart."""
     if open_where == "false":
         return [{"mark": POINT | faint, "encoding": looks}]
-    # The colour of open ones is that of their outline. As `color` their white would be the legend's.
-    outlined = looks | {"color": None, "stroke": runs.colour | {"legend": None}}
-    kinds = {f"!({open_where})": ({}, looks), open_where: (OPEN, outlined)}
+    # Their outlines have the colours as a property: as a channel they would change the legend.
+    colours = {look.label: look.colour for look in runs.looks.values()}
+    outline = {"stroke": {"expr": f"({json.dumps(colours)})[datum['{runs.field}']]"}}
+    outlined = looks | {"color": None}
+    kinds = {f"!({open_where})": ({}, looks), open_where: (OPEN | outline, outlined)}
     return [
         {"transform": [{"filter": where}], "mark": POINT | style | faint, "encoding": encoding}
         for where, (style, encoding) in kinds.items()

@@ -90,7 +90,7 @@ def scales_of(drawing: Drawn, channel: str) -> set[str]:
     return {
         json.dumps([encoding["field"], encoding["scale"]], sort_keys=True)
         for name, encoding in encodings_of(drawing.chart)
-        if name == channel and "scale" in encoding
+        if name == channel and encoding and "scale" in encoding
     }
 
 

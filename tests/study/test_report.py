@@ -82,15 +82,18 @@ def test_it_needs_nothing_but_itself_and_shows_pictures_without_scripts(page, re
         assert kind == "data:image/png;base64"
         with Image.open(io.BytesIO(base64.b64decode(data))) as image:
             sizes.append(image.width)
-            assert len(set(image.convert("L").tobytes())) > 50, "blank"
+            assert len(set(image.convert("L").tobytes())) > 8, (
+                "blank; the small ones have few greys"
+            )
     beside = [address for address in page.references if address.startswith("figures/")]
-    assert len(beside) == 4 * len(figures)
+    assert len(beside) == 4 * figures
     assert all((report.parent / name).stat().st_size > 500 for name in beside)
     tables = [address for address in page.references if address.startswith("tables/")]
     assert len(tables) == 2 * 6
     assert all((report.parent / name).stat().st_size > 100 for name in tables)
     text = report.read_text()
-    assert text.count('<div class="chart" hidden>') == len(pictures) - 1, "slices are a picture"
+    assert text.count('<div class="chart" hidden>') == figures - 1, "slices are a picture"
+    assert sum(size > 800 for size in sizes) == figures, "and small ones beside the claims"
     assert '<div class="runs" hidden>' in text, "buttons that do nothing without scripts"
 
 
@@ -100,14 +103,17 @@ def test_a_row_per_learning_rate_with_intervals(page, study):
         assert all("[" in cell for cell in rows[label])
     # the synthetic error is 0.02 x the share of the anneal's formula: 2 % x 1.6 x 1.0 at the end of
     # the lowest peak
-    assert rows[HOSTILE][2].startswith("3.2 [")
+    assert rows[HOSTILE][2].startswith("3.20[")
 
 
 def test_averages_stand_beside_the_weights_of_their_step(page, study):
     rows = [
         row
         for row in page.rows
-        if len(row) == 1 + 1 + 1 + 2 * 3 and row[0] == "0.01" and row[1][:4] != "GPTQ"
+        if len(row) == 1 + 1 + 1 + 2 * 3
+        and row[0] == "0.01"
+        and row[1][:4] != "GPTQ"
+        and row[1][:2] not in ("3 ", "4 ", "8 ")
     ]
     title = "LAWA, 5 weights 16 steps apart"
     soups = ("soup of steps 192, 320 and 448", "soup of steps 512, 576 and 640")
@@ -131,12 +137,12 @@ def test_averages_stand_beside_the_weights_of_their_step(page, study):
 def test_methods_stand_below_each_other_with_what_is_said_of_them(page, study):
     rows = {row[0]: row[1:] for row in page.rows if len(row) == 1 + 4 and "[" in row[1]}
     assert list(rows) == [
-        "GPTQ, 3 bits, groups of 32",
+        "3 bits",  # of GPTQ, as the page says once
         "RTN, 3 bits, groups of 32",
         "GPTQ by gptqmodel, 3 bits, groups of 32",
         "AWQ, 3 bits, groups of 32",
-        "GPTQ, 3 bits, groups of 32, Hadamard",
-        "GPTQ, 4 bits, groups of 32",
+        "3 bits, Hadamard",
+        "4 bits",
         "RTN, 4 bits, groups of 32, activations 4 bits",
         "RTN, 4 bits, groups of 32, activations 4 bits, QuaRot",
         "NVFP4, activations as weights",
@@ -150,9 +156,9 @@ def test_methods_stand_below_each_other_with_what_is_said_of_them(page, study):
 
 
 def test_steps_stand_with_their_terms_in_thousandths_of_a_nat(page, study):
-    rows = [row for row in page.rows if len(row) == 1 + 1 + 5 + 2 and row[1].startswith("GPTQ")]
+    rows = [row for row in page.rows if len(row) == 1 + 1 + 5 + 2 and "bits" in row[1]]
     labels = [HOSTILE, "0.003", "0.01", "0.03"]
-    titles = [f"GPTQ, {bits} bits, groups of 32" for bits in (3, 4, 8)]
+    titles = ["3 bits", "4 bits", "GPTQ, 8 bits, groups of 32"]
     assert [row[:2] for row in rows] == [[label, title] for title in titles for label in labels]
     first, second, predicted, measured, left = (float(cell.split("[")[0]) for cell in rows[0][2:7])
     # the synthetic error of 3.2 % of a loss of 3.24, of which the second order predicts 96 %, a
@@ -162,7 +168,7 @@ def test_steps_stand_with_their_terms_in_thousandths_of_a_nat(page, study):
     assert [predicted, first, second, left] == pytest.approx(
         expected, rel=0.1
     )  # rounded as their intervals allow
-    assert {row[7] for row in rows} == {"0.250[0.200, 0.300]"}
+    assert {row[7] for row in rows} == {"0.250[0.203, 0.297]"}
 
 
 def facts(page: Page) -> dict[str, str]:
