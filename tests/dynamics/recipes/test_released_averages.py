@@ -428,7 +428,7 @@ def test_quantized_against_full_loss_has_averages_of_released_models(tmp_path):
             weights = found[run, WEIGHTS, step]
             assert full < weights[0]
             assert full < quantized < weights[1]
-    assert '"filled": false' in json.dumps(chart_of(drawing))
+    assert '"fill": "#ffffff"' in json.dumps(chart_of(drawing))
 
 
 @pytest.mark.usefixtures("hub")
