@@ -227,7 +227,8 @@ def test_averages_are_open_points_beside_the_weights(tmp_path):
     canvas = canvas_of(tmp_path, resolve("pythia-160m-lawa", "full"))
     *_, of_averages = chart_of(drawn(full_against_quantized, canvas))["concat"][1]["layer"]
     marks = [part["mark"] for part in parts_of(of_averages) if "mark" in part]
-    assert [mark["filled"] for mark in marks if mark["type"] == "point"] == [True, False]
+    fills = [mark.get("fill") for mark in marks if mark["type"] == "point"]
+    assert fills == [None, "#ffffff"]
     assert not [mark for mark in marks if mark["type"] == "line"]
     shown = [row["step"] for row in of_averages["data"]["values"]]
     assert shown == [

@@ -3,12 +3,10 @@
 import json
 import re
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from base.errors import UserError
 from slurm import cluster
 from slurm.submission.advance import advance, why_not
 from slurm.submission.record import existing_submission, log_of, starts_of
@@ -101,8 +99,7 @@ def test_a_training_that_is_preempted_and_not_requeued_comes_back(
 
     def over() -> bool:
         if not grace_seconds:
-            with suppress(UserError):  # the job that was preempted is submitting
-                advance(study_dir)
+            advance(study_dir, patience_seconds=60)  # the job that was preempted may be submitting
             time.sleep(1)
         return (study_dir / "steps" / f"train-{run}.json").exists()
 
