@@ -4,11 +4,23 @@ Tables, verdicts, figures and commands use these; files keep all digits.
 """
 
 import math
+import re
 
 DIGITS = 3  # significant, of an effect and of the ends of its interval, at most
 # Differences of losses are thousandths of a nat: shown as such, their unit has the power of ten.
 MILLI = 1000.0
 MILLINATS = "10^-3 nats/token"
+POWER = re.compile(r"(?<=\b10)\^([-\d]+)")
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def typeset(text: str) -> str:
+    """Return text for pages and pictures: powers of ten with raised digits.
+
+    >>> typeset(MILLINATS)
+    '10⁻³ nats/token'
+    """
+    return POWER.sub(lambda power: power[1].translate(RAISED), text)
 
 
 def with_interval(value: float, low: float, high: float, scale: float = 1.0) -> str:

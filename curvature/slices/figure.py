@@ -16,7 +16,7 @@ from matplotlib.patheffects import withStroke
 from numpy.typing import NDArray
 from scipy.interpolate import CubicSpline
 
-from base.quantities import MILLI, MILLINATS
+from base.quantities import MILLI, MILLINATS, typeset
 
 LOOK: Any = {
     "font.family": "DejaVu Sans",
@@ -175,5 +175,5 @@ def add_colour_bar(figure: Figure, filled: ContourSet, beside: Axes, over: str) 
     bar = figure.colorbar(
         filled, cax=beside, ticks=filled.levels, spacing="uniform", format=_written
     )
-    bar.set_label(f"loss over that of {over},\n{MILLINATS}")
+    bar.set_label(f"loss over that of {over},\n{typeset(MILLINATS)}")
     bar.minorticks_off()

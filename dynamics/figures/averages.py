@@ -36,15 +36,14 @@ def _applies(study: Study) -> bool:
     "averages",
     "Averages of weights beside the weights themselves: loss in full precision, quantized loss,"
     " relative error and KL divergence at the fewest bits, and the relative trace of the Hessian"
-    " where the study measures curvature of averages. Dashed: an average kept in training, or LAWA"
-    " over consecutive revisions of a stage. Stars: soups. Each is at the tokens of the last"
+    " where the study measures curvature of averages. Stars are soups; other averages are kept in"
+    " training, or LAWA over consecutive revisions of a stage. Each is at the tokens of the last"
     " checkpoint that it takes in. Bars are intervals; those of the losses are"
     " left out: over documents, which all models share, they are as wide as the panel.",
     _applies,
 )
 def averages(canvas: Canvas) -> Drawn | None:
     """Draw weights, averages kept in training and soups."""
-    canvas = canvas.undashed()
     spec = lowest_spec(canvas.study)
     title = spec_title(spec)
     shown = [
@@ -66,7 +65,7 @@ def averages(canvas: Canvas) -> Drawn | None:
     ]
     # one for all panels, which share their scales: curvature may be measured of fewer models
     soups = {PUBLISHED, *(average.label(made) for average in made if average.is_soup)}
-    styles = _styles([row["series"] for _, rows in by_panel for row in rows], soups)
+    styles = _styles(canvas, [row["series"] for _, rows in by_panel for row in rows], soups)
     panels = [
         (rows, _panel(canvas, rows, quantity, columns, styles)) for quantity, rows in by_panel
     ]
@@ -107,8 +106,11 @@ def _published(canvas: Canvas) -> set[str]:
     }
 
 
-def _styles(all_series: Sequence[str], soups: Set[str]) -> dict[str, Chart]:
-    """Return markers and dashes of the models, as encodings of points and lines."""
+def _styles(canvas: Canvas, all_series: Sequence[str], soups: Set[str]) -> dict[str, Chart]:
+    """Return markers and dashes of the models, as encodings of points and lines.
+
+    Where dashes are those of controls, markers alone distinguish the models.
+    """
     series = sorted(dict.fromkeys(all_series), key=lambda name: name in soups)  # soups last
     shapes = ["circle", *["square", "diamond", "triangle-up"] * len(series)][: len(series)]
     # Weights come first and are solid; repeated, the others are enough for any number.
@@ -118,6 +120,10 @@ def _styles(all_series: Sequence[str], soups: Set[str]) -> dict[str, Chart]:
         shapes[place], dashes[place] = star, NO_LINE
     model: dict[str, Any] = {"field": "series", "type": "nominal", "title": "model"}
     shape = model | {"scale": {"domain": series, "range": shapes}}
+    if canvas.runs.dash:
+        drawn_lines = [float(name not in soups) for name in series]
+        opacity = model | {"scale": {"domain": series, "range": drawn_lines}, "legend": None}
+        return {"points": {"shape": shape}, "lines": {"strokeOpacity": opacity}}
     dash = model | {"scale": {"domain": series, "range": dashes}}
     return {"points": {"shape": shape}, "lines": {"strokeDash": dash}}
 

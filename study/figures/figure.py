@@ -16,6 +16,7 @@ from PIL import Image
 
 from base.files import replaced_file
 from base.progress import Progress
+from base.quantities import typeset
 from study.content import loaded
 from study.definition import Study
 from study.experiments import Experiment
@@ -207,7 +208,7 @@ def pictures_of(chart: Chart | Picture) -> dict[str, bytes]:
         return {kind: _saved(chart, kind) for kind in METADATA}
     # matplotlib's own fonts: on every machine the same picture
     vl_convert.register_font_directory(str(Path(matplotlib.get_data_path()) / "fonts/ttf"))
-    svg = vl_convert.vegalite_to_svg(json.dumps(chart, allow_nan=False))
+    svg = vl_convert.vegalite_to_svg(typeset(json.dumps(chart, allow_nan=False)))
     image = Image.open(BytesIO(vl_convert.svg_to_png(svg, scale=PNG_SCALE)))
     png = BytesIO()
     # A palette makes the file smaller; dithering would put noise into even areas.

@@ -98,12 +98,6 @@ class Runs:
     field: str = "run"
 
     @property
-    def undashed(self) -> "Runs":
-        """The same with solid lines, where dashes mean something else."""
-        looks = {name: replace(look, is_dashed=False) for name, look in self.looks.items()}
-        return replace(self, looks=looks)
-
-    @property
     def groups(self) -> dict[str, list[Look]]:
         """The looks by their entry in the legend."""
         return grouped(self.looks.values(), lambda look: look.entry)

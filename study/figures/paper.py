@@ -8,6 +8,7 @@ from typing import Any
 
 import vl_convert
 
+from base.quantities import typeset
 from study.figures.charts import Chart
 
 COLUMN, BOTH = 234.0, 486.0  # points of a column, and of both with what is between them
@@ -29,7 +30,7 @@ def paper_svg(chart: Chart) -> str:
 
     Charts whose labels leave no room for panels have the width of two columns, as on the page.
     """
-    text = json.dumps(chart)
+    text = typeset(json.dumps(chart))
     beside: float = BESIDE + (RATES if '"orient": "right"' in text else 0)
     # What is beside a panel is known once it is drawn; mostly the first width is close enough.
     for _ in range(3):

@@ -19,6 +19,7 @@ import vl_convert
 from PIL import Image
 
 from base.files import replaced_file
+from base.quantities import typeset
 from study.claims.page import Line
 from study.figures.charts import Chart
 from study.figures.figure import DIRECTORY, FILES, DrawnFigure
@@ -238,4 +239,5 @@ def write_page(path: Path, sections: Sequence[Section], **content: Any) -> None:
         lstrip_blocks=True,
     )
     with replaced_file(path) as aside:
-        aside.write_text(pages.get_template("report.html").render(content), encoding="utf-8")
+        page = pages.get_template("report.html").render(content)
+        aside.write_text(typeset(page), encoding="utf-8")
