@@ -71,8 +71,8 @@ def olmo2_quarter_hour(*, smoke: bool = False) -> Study:
     runs = sweep(make, peak_lr=PEAKS)
     averaged_steps = (runs[0].total_steps,)
     quantization = QuantizationSettings(
-        specs=("gptq-b3-g128", "gptq-b4-g128"),
-        methods=("rtn-b3-g128",),
+        specs=("gptq-b3-g128",),
+        methods=("gptq-b4-g128", "rtn-b3-g128"),
         calibration_sequences=64,
         calibration_seeds=2,
         eval_tokens=65_536,
