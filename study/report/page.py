@@ -145,7 +145,7 @@ class Section(NamedTuple):
         """Return a title less what all quantizations have in common."""
         for title, short in self.short.items():
             text = text.replace(title, short)
-        return text.removeprefix(", ")
+        return text.removeprefix(", ").removeprefix(": ")
 
     def chart(self, figure: DrawnFigure) -> Chart | None:
         """Return the chart of a figure, the titles of its panels shortened."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from base.quantities import MILLI, MILLINATS, significant, with_interval
+from base.quantities import MILLI, MILLINATS, significant, typeset, with_interval
 from study.definition import Study
 from study.measurements.kind import NATS
 from study.measurements.quantization import MEASURES
@@ -29,7 +29,7 @@ def _error(study: Study) -> str:
 def results_note(study: Study, rows: Sequence[Row]) -> str:
     """Return the study in words, then a row per run, the smallest error first."""
     column, measure = _error(study), MEASURES[study.quantization.measure]
-    scale, unit = (MILLI, MILLINATS) if measure.unit == NATS else (100.0, "percent")
+    scale, unit = (MILLI, typeset(MILLINATS)) if measure.unit == NATS else (100.0, "percent")
     at_the_end = {(run.name, run.total_steps) for run in study.runs}
     ends = sorted(
         (

@@ -143,7 +143,7 @@ def test_under_the_pointer_is_everything_that_is_known_of_a_value(browser, repor
     tip = next(each for each in tips if (each["run"], each["step"]) == ("0.01", "640"))
     value = "KL divergence, 10^-3 nats/token"
     shown, low, high = (f"{float(row[value + end]):.3g}" for end in ("", ", low", ", high"))
-    assert tip[value] == f"{shown} [{low}, {high}]"
+    assert tip["KL divergence, 10⁻³ nats/token"] == f"{shown} [{low}, {high}]"
     assert list(tip)[:3] == ["run", "step", "tokens"]
     facts = {"series": "weights", "tokens": "1,310,720", "learning rate": "0", "phase": "anneal"}
     assert tip.items() >= facts.items()

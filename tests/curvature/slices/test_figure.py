@@ -107,7 +107,7 @@ def test_the_points_are_where_they_are_and_their_names_do_not_overlap(previous, 
 def test_the_bar_says_what_the_colours_mean():
     figure = drawn(made_up((2.0, 0.0), (0.5, 3.0)))
     (bar,) = figure.axes[0].child_axes
-    assert "10^-3 nats/token" in bar.get_ylabel()
+    assert "10⁻³ nats/token" in bar.get_ylabel()
     ticks = [
         float(text.get_text().replace("\N{MINUS SIGN}", "-")) for text in bar.get_yticklabels()
     ]

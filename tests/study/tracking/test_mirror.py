@@ -123,7 +123,7 @@ def test_the_description_of_a_study_is_a_table_of_its_ends(study):
     )
     assert results_note(small, rows).splitlines()[1:] == [
         "",
-        "| run | KL divergence, gptq-b3-g32, 10^-3 nats/token [95%] | held-out loss, nats per token |",
+        "| run | KL divergence, gptq-b3-g32, 10⁻³ nats/token [95%] | held-out loss, nats per token |",
         "|:--|--:|--:|",
         "| lr1e-3 | 0.66 [0.36, 0.96] | 3.2500 |",
         "| lr3e-2 | 2.10 [1.80, 2.40] | 3.2500 |",
