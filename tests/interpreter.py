@@ -214,7 +214,8 @@ def _forked(asker: socket.socket) -> int:
     if pid == 0:
         _run(arguments, environment, cwd, dict(zip(numbers, files, strict=True)), program, who)
     for file in files:
-        os.close(file)
+        with suppress(OSError):  # of what a fork wrote; the descriptor is closed anyhow
+            os.close(file)
     return pid
 
 

@@ -77,7 +77,8 @@ def main() -> None:
         if os.fork() == 0:
             break
         for file in files:
-            os.close(file)
+            with suppress(OSError):  # of what a command wrote; the descriptor is closed anyhow
+                os.close(file)
     # Ignored, the kernel would reap the command, and `waitpid` in `supervise` would fail.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     server.close()
