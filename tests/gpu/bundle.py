@@ -39,8 +39,8 @@ PACKAGES = (
     *("annotated-doc", "rich", "markdown-it-py", "mdurl", "Pygments", "numpy", "scipy", "psutil"),
     *("compressed-tensors", "loguru", "blake3", "nvidia-ml-py"),
     *("hjson", "msgpack", "ninja", "py-cpuinfo"),  # of DeepSpeed
-    # what a study's table and report import
-    *("pyarrow", "vl-convert-python", "jinja2", "MarkupSafe", "pillow", "matplotlib"),
+    # what the text, table and report of a study import
+    *("pyarrow", "zstandard", "vl-convert-python", "jinja2", "MarkupSafe", "pillow", "matplotlib"),
     *("contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing", "python-dateutil", "six"),
     *("mpmath", "networkx", "sympy"),  # whose sources are its text, as those of transformers
 )
