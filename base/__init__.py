@@ -15,10 +15,12 @@ def _end(kind: type[BaseException], error: BaseException, traceback: TracebackTy
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)  # the interpreter exits as SIGINT would end it
     elif missing and not (CHECKOUT / missing).is_dir():
+        # torch.distributed puts this hook in one of its own, which keeps what sys.stderr is told.
         print(
             f"error: {sys.executable} has no {missing}; make .venv with 'make venv' and start"
             " .venv/bin/python, or '. .venv/bin/activate' first",
-            file=sys.stderr,
+            file=sys.__stderr__,
+            flush=True,
         )
         sys.exit(2)
     else:

@@ -130,6 +130,19 @@ def test_a_python_without_the_libraries_says_where_they_are():
     assert "has no typer; make .venv with 'make venv' and start .venv/bin/python" in line
 
 
+def test_a_library_that_is_missed_once_torch_distributed_is_there_is_named(tmp_path):
+    """Its own hook for exceptions would keep the line to itself."""
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program/__init__.py").write_text("import base\n")
+    later = "import torch.distributed\ntorch.distributed.init_process_group('gloo')\n"
+    (tmp_path / "program/__main__.py").write_text(f"{later}import no_such_library\n")
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT)])}
+    variables |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = execute([sys.executable, "-m", "program"], cwd=tmp_path, variables=variables)
+    assert done.returncode == 2
+    assert "has no no_such_library; make .venv" in done.stderr.splitlines()[-1]
+
+
 def test_an_interrupt_of_slow_imports_is_one_word(tmp_path):
     """The library that the program imports first sends the signal itself."""
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
