@@ -26,13 +26,14 @@ NOTE = (
 EFFECT = f"effect [{INTERVAL_LEVEL:.0%} interval], {MILLINATS}"
 HEAD = ("claim", "verdict", EFFECT, "Holm p", "runs")
 Judgements = list[tuple[Claim, list[Verdict]]]
+CLOSE = 5  # times p is from ALPHA at most, either way, where a second study may decide otherwise
 
 
 class Line(NamedTuple):
     """A claim in the table.
 
     Attributes:
-        p: by Holm's correction over the claims, in words; empty where nothing is tested.
+        p_adjusted: by Holm's correction over the claims; None where nothing is tested.
         runs: how many go the way of the effect, in words.
         against: the strongest observation the other way, in words; empty where there is none.
         details: the verdict by every measure, the primary one first.
@@ -41,7 +42,7 @@ class Line(NamedTuple):
     claim: Claim
     outcome: str
     effect: str
-    p: str
+    p_adjusted: float | None
     runs: str
     against: str
     details: list[Verdict]
@@ -50,6 +51,19 @@ class Line(NamedTuple):
     def cells(self) -> tuple[str, ...]:
         """The cells below `HEAD`."""
         return self.claim.sentence, self.words, self.effect, self.p, self.runs
+
+    @property
+    def p(self) -> str:
+        """Holm's p in words, with a mark where it is of single trainings; '' without a test."""
+        if self.p_adjusted is None:
+            return ""
+        return f"{self.p_adjusted:.2g}{'' if self.details[0].holds_seeds else '*'}"
+
+    @property
+    def is_close(self) -> bool:
+        """Whether p is near the threshold, so that other seeds may well decide otherwise."""
+        p = self.p_adjusted
+        return p is not None and ALPHA / CLOSE <= p <= ALPHA * CLOSE
 
     @property
     def words(self) -> str:
@@ -103,13 +117,22 @@ def claims_table(judged: Judgements) -> list[Line]:
 
 def _line(claim: Claim, verdicts: list[Verdict], p_adjusted: float | None) -> Line:
     primary = verdicts[0]
-    if p_adjusted is None:
-        outcome, p = primary.outcome, ""
-    else:
-        # What is significant alone may not be among so many claims.
-        outcome = primary.outcome if p_adjusted <= ALPHA else "not decided"
-        p = f"{p_adjusted:.2g}" + ("" if primary.holds_seeds else "*")
-    return Line(claim, outcome, primary.effect, p, primary.runs, _against(verdicts), verdicts)
+    # What is significant alone may not be among so many claims.
+    is_left_open = p_adjusted is not None and p_adjusted > ALPHA
+    outcome = "not decided" if is_left_open else primary.outcome
+    against = _against(verdicts)
+    return Line(claim, outcome, primary.effect, p_adjusted, primary.runs, against, verdicts)
+
+
+def close_in_words(lines: Sequence[Line]) -> str:
+    """Return which verdicts a second study of the same size may not repeat; '' without any."""
+    names = [line.claim.name for line in lines if line.is_close]
+    if not names:
+        return ""
+    return (
+        f"Close to the threshold (Holm p {ALPHA / CLOSE:g} to {ALPHA * CLOSE:g}), so that other"
+        f" seeds, or another kind of CPU, may decide otherwise: {', '.join(names)}."
+    )
 
 
 def _against(verdicts: list[Verdict]) -> str:

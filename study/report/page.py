@@ -20,7 +20,7 @@ from PIL import Image
 
 from base.files import replaced_file
 from base.quantities import typeset
-from study.claims.page import Line
+from study.claims.page import Line, close_in_words
 from study.figures.charts import Chart
 from study.figures.figure import DIRECTORY, FILES, DrawnFigure
 from study.figures.looks import Runs
@@ -167,6 +167,11 @@ class Section(NamedTuple):
     def tested(self) -> list[Line]:
         """The claims for which it has data."""
         return [line for line in self.claims if line.outcome != "not tested"]
+
+    @property
+    def close(self) -> str:
+        """The claims that a second study may decide otherwise, in a sentence; '' without any."""
+        return close_in_words(self.tested)
 
     @property
     def untested(self) -> list[Line]:

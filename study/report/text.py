@@ -8,7 +8,7 @@ from pathlib import Path
 from base.aligned import WIDTH, aligned, wrapped
 from base.quantities import MILLINATS
 from base.statistics import INTERVAL_LEVEL
-from study.claims.page import HEAD, NOTE, Line, claims_table, judge_all
+from study.claims.page import HEAD, NOTE, Line, claims_table, close_in_words, judge_all
 from study.content import contents
 from study.definition import Study
 from study.report.cells import Cell, Table
@@ -93,6 +93,8 @@ def claims_lines(
         head = (f"claim of {papers}", "verdict", "effect", *HEAD[3:])
         yield from aligned([head[columns], *(line.cells[columns] for line in tested)])
         yield from wrapped(f"{UNIT} {SINGLE if any('*' in line.p for line in tested) else ''}")
+    if close := close_in_words(tested):
+        yield from wrapped(close)
     untested = [line.claim.name for line in lines if line.outcome == "not tested"]
     if untested:
         yield from wrapped(f"not tested, for lack of data: {', '.join(untested)}")

@@ -66,6 +66,8 @@ def test_claims():
         ),
         "Effects [95% interval] in 10^-3 nats/token; p corrected for the claims (Holm). * of single",
         "  trainings: other seeds may say otherwise.",
+        "Close to the threshold (Holm p 0.01 to 0.25), so that other seeds, or another kind of CPU, may",
+        "  decide otherwise: flat, surge.",
         "not tested, for lack of data: methods",
         "",
         "What speaks against:",

@@ -56,7 +56,7 @@ def test_titles_of_one_method_are_shortened():
 def line(name: str, outcome: str, effect: str) -> Line:
     claim = Claim(name, f"The {name} rises", "", "", "", lambda _: [], lambda _: True)
     verdict = Verdict("supported", "", holds_seeds=True)
-    return Line(claim, outcome, effect, "", "", "", [verdict])
+    return Line(claim, outcome, effect, None, "", "", [verdict])
 
 
 def test_the_answer_names_a_supported_claim_with_its_unit(study):

@@ -210,8 +210,8 @@ def test_anneals_from_several_steps_by_a_sweep_share_a_control():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("optimizer.peak_lr=1e6",), "with optimizer.peak_lr=1e6 runs lr1.2e-2-seed1 and lr3.6e-2"),
-        (("seed=1",), "with seed=1 runs lr1.2e-2-seed1 and lr1.2e-2-seed2 are the same training"),
+        (("optimizer.peak_lr=1e6",), "with optimizer.peak_lr=1e6 runs lr6e-3-seed1 and lr7.2e-2"),
+        (("seed=1",), "with seed=1 runs lr6e-3-seed1 and lr6e-3-seed2 are the same training"),
     ],
 )
 def test_runs_that_became_the_same_are_named_with_what_made_them_so(settings, words):

@@ -66,7 +66,7 @@ def test_list_show_and_status(study_dir, study):
 def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
     shown = printed("show", "tiny", "--set", "engine=deepspeed", "--set", "zero.stage=2", "--all")
     assert shown.startswith("tiny-engine=deepspeed-stage=2: ")
-    assert re.search(r"^lr3.6e-2-seed3 +0.036 ", shown, re.MULTILINE)
+    assert re.search(r"^lr7.2e-2-seed3 +0.072 ", shown, re.MULTILINE)
     brief = printed("show", "tiny").splitlines()
     assert "each with seeds 1, 2, 3, 4: 16 runs in all" in brief
     assert not any("seed3" in line for line in brief)

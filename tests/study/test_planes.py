@@ -93,7 +93,7 @@ def test_the_plane_of_a_trajectory_is_of_a_run_and_projects_its_branches(budgets
 def test_averages_and_replicates_have_no_part_in_trajectories(lawa):
     assert {model.average for each in lawa.branched_runs for model in each.models} == {None}
     tiny = resolve("tiny", "full")
-    assert [each.run for each in tiny.branched_runs] == ["lr1.2e-2-seed1", "lr3.6e-2-seed1"]
+    assert [each.run for each in tiny.branched_runs] == ["lr6e-3-seed1", "lr7.2e-2-seed1"]
     for trajectory in tiny.branched_runs:
         assert list(trajectory.branches) == [trajectory.run.replace("-seed1", "-control-seed1")]
 

@@ -72,12 +72,12 @@ def test_tiny_has_a_step_for_everything_that_is_measured():
         "report": 1,
         "mirror": 1,
     }
-    train = by_name["train-lr1.2e-2-seed1"]
+    train = by_name["train-lr6e-3-seed1"]
     assert len(train.outputs) == 3 + 1
     assert train.slots == 1
     assert train.outputs[-2:] == (
-        "lr1.2e-2-seed1/checkpoints/step00001024/checkpoint.json",
-        "lr1.2e-2-seed1/checkpoints/lawa5x16-step00001024/checkpoint.json",
+        "lr6e-3-seed1/checkpoints/step00000960/checkpoint.json",
+        "lr6e-3-seed1/checkpoints/lawa5x16-step00000960/checkpoint.json",
     )
 
 
