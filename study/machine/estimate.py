@@ -106,14 +106,16 @@ def _wall_clock(prices: Prices, total: GpuHours) -> Iterator[str]:
 
 
 def core_lines(steps: Sequence[Step], *, whole: bool = True) -> Iterator[str]:
-    """Yield the core-hours that such steps are expected to take; `whole` as a table by kind.
+    """Yield the time of two cores that such steps are expected to take.
 
-    They are what the small models of the demo took of two cores, which a study corrects as it runs.
+    It is what the small models of the demo took, which a study corrects as it runs; `whole` is a
+    table of core-hours by kind.
     """
     by_demo = "what the demo's models took of a machine with two cores"
     if not whole:
-        hours = sum(step.expected_seconds * step.slots for step in steps) / HOUR
-        yield f"takes {hours:.2g} core-hours (estimate: {by_demo})"
+        minutes = sum(step.expected_seconds * step.slots for step in steps) / 60 / 2
+        time = f"{minutes:.2g} minutes" if minutes < 100 else f"{minutes / 60:.2g} hours"
+        yield f"takes {time} of two cores (estimate: what the demo's models took of them)"
         return
     rows, total = [("steps", "", "core-hours")], 0.0
     for kind, alike in grouped(steps, lambda step: step.kind).items():

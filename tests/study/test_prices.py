@@ -113,10 +113,10 @@ def test_every_recipe_is_shown_on_one_screen():
         assert len(lines) <= SCREEN - 5, name
         assert max(map(len, lines)) <= 100, name
     lines = printed("show", "tiny").splitlines()
-    assert re.match(r"takes \S+ core-hours \(estimate: ", lines[1])
+    assert re.match(r"takes \S+ minutes of two cores \(estimate: ", lines[1])
     assert len(lines) <= SCREEN
 
 
 def test_a_study_for_the_cpu_is_priced_in_core_hours():
-    assert "core-hours" in printed("show", "tiny")
+    assert "core-hours" in printed("show", "tiny", "--all")
     assert "H200-hours" in printed("show", "tiny", "--gpu", "h200")
