@@ -44,6 +44,9 @@ def _applies(study: Study) -> bool:
 )
 def averages(canvas: Canvas) -> Drawn | None:
     """Draw weights, averages kept in training and soups."""
+    # Averages are dashed, unless controls would be drawn as the runs that they belong to.
+    if not canvas.runs.needs_dashes:
+        canvas = canvas.undashed()
     spec = lowest_spec(canvas.study)
     title = spec_title(spec)
     shown = [

@@ -1,6 +1,7 @@
 """The results of a study, and panels of them along its training."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,12 @@ class Canvas:
         self.tokens = Quantity("training tokens", unit, domain=(0.0, end), in_order=tuple(stages))
         self.rates = self._rates()
         self._metrics: dict[str, Rows] = {}  # by run, read once: a probe has many figures in it
+
+    def undashed(self) -> "Canvas":
+        """Return a canvas with solid lines of controls, as dashes mean something else there."""
+        other = copy(self)
+        other.runs = self.runs.undashed
+        return other
 
     def rows_of(self, run: str, column: str, average: str | None = None) -> list[Row]:
         """Return the rows of a run's weights, or of an average, that hold column and tokens."""

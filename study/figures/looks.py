@@ -98,6 +98,18 @@ class Runs:
     field: str = "run"
 
     @property
+    def undashed(self) -> "Runs":
+        """The same with solid lines, where dashes mean something else."""
+        looks = {name: replace(look, is_dashed=False) for name, look in self.looks.items()}
+        return replace(self, looks=looks)
+
+    @property
+    def needs_dashes(self) -> bool:
+        """Whether some runs differ from others in their dashes alone."""
+        kinds = {(look.colour, look.shape, look.is_dashed) for look in self.looks.values()}
+        return len({(colour, shape) for colour, shape, _ in kinds}) < len(kinds)
+
+    @property
     def groups(self) -> dict[str, list[Look]]:
         """The looks by their entry in the legend."""
         return grouped(self.looks.values(), lambda look: look.entry)
