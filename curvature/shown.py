@@ -139,7 +139,7 @@ def _projected(point: ProjectedPoint) -> tuple[str, ...]:
     return (
         point.name,
         *(significant(each) for each in (point.x, point.y)),
-        f"{point.off_plane_share or 0.0:.1%}",
+        NONE if point.off_plane_share is None else f"{point.off_plane_share:.1%}",
         NONE if point.checkpoint_loss is None else f"{point.checkpoint_loss:.4f}",
         f"{point.loss:.4f}",
     )
@@ -162,10 +162,13 @@ def _line(along: MeasuredLine) -> tuple[str, str, str]:
     if critical.sharpness and critical.multiple:
         return curvature, _mean(critical.sharpness), f"{_mean(critical.multiple)} times it"
     side = critical.side or 1
-    low, high = (significant(side * (each or 0.0)) for each in (critical.not_above, critical.above))
+    low, high = (
+        NONE if each is None else significant(side * each)
+        for each in (critical.not_above, critical.above)
+    )
     crossing = {
         "none": f"no higher loss up to {low} times it",
         "rises": f"no lower loss down to {high} times it",
         "crossing": f"between {low} and {high} times it",
     }
-    return curvature, "not resolved", crossing[critical.outcome or "none"]
+    return curvature, "not resolved", crossing.get(critical.outcome or "", NONE)

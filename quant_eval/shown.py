@@ -31,6 +31,7 @@ OUTLIERS = {
     "max_to_median": "largest over the median",
     "top_channels": "share of squares in 1% of channels",
 }
+NONE = "-"  # what was not measured
 SHOWN_ROWS = 18
 SHOWN_DEAD = 4  # linears that are named
 
@@ -65,14 +66,15 @@ def _losses(results: Sequence[Result[Quantization]]) -> Iterator[str]:
         if models:
             cells = [_loss(figures.cross_entropy), *costs]
         else:
-            relative = significant(PERCENT * (figures.relative_error or 0.0))
-            cells = [_loss(figures.cross_entropy_quantized), *costs, relative]
+            relative = figures.relative_error
+            share = NONE if relative is None else significant(PERCENT * relative)
+            cells = [_loss(figures.cross_entropy_quantized), *costs, share]
         rows.append((result.spec.name, *cells))
     yield from _with_models(rows, models)
 
 
 def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    return NONE if value is None else f"{value:.4f}"
 
 
 def _accuracies(results: Sequence[Result[Tasks]]) -> Iterator[str]:
@@ -87,8 +89,10 @@ def _accuracies(results: Sequence[Result[Tasks]]) -> Iterator[str]:
         yield from wrapped(f"{name} {_lost([*shown.values()][-1], len(tasks))}")
         for task, row in shown.items():
             accuracies = row.accuracy, row.accuracy_quantized
-            full, quantized = (f"{PERCENT * (each or 0.0):.1f}" for each in accuracies)
-            p_value = "-" if row.p_value is None else f"{row.p_value:.2g}"
+            full, quantized = (
+                NONE if each is None else f"{PERCENT * each:.1f}" for each in accuracies
+            )
+            p_value = NONE if row.p_value is None else f"{row.p_value:.2g}"
             lost = _interval(row, "difference", PERCENT)
             rows.append((result.spec.name, task, full, quantized, lost, p_value))
             models_of_rows += models[index : index + 1]
@@ -106,8 +110,7 @@ def _lost(row: Accuracy, tasks: int) -> str:
     if interval is None or interval[0] <= 0 <= interval[1]:
         return f"loses no significant accuracy: {points} ({over})"
     if interval[0] < 0:
-        low, high = -interval[1], -interval[0]
-        points = with_interval(-(row.difference or 0.0), low, high, PERCENT) + " percentage points"
+        points = f"{_interval(row, 'difference', -PERCENT)} percentage points"
         return f"gains {points} of accuracy ({over})"
     return f"loses {points} of accuracy ({over})"
 
@@ -119,9 +122,9 @@ def _outliers(result: Result[Outliers]) -> Iterator[str]:
     for name, figure in result.measured.figures.items():
         subject, _, statistic = name.partition("_")
         title = f"{subject}s: {OUTLIERS.get(statistic, statistic)}"
-        linear = figure.linear or "-"
+        linear = figure.linear or NONE
         if figure.mean is None or figure.max is None:
-            rows.append((title, "-", "undefined", f"{linear}: zeros alone, or in half of a row"))
+            rows.append((title, NONE, "undefined", f"{linear}: zeros alone, or in half of a row"))
             continue
         mean = significant(figure.mean)
         if figure.interval:
@@ -151,8 +154,11 @@ def _interval(measured: Quantization | Accuracy, figure: str, scale: float) -> s
     value: float | None = getattr(measured, figure)
     interval: Interval | None = measured.intervals.get(figure)
     if value is None:
-        return "-"
-    return with_interval(value, *interval, scale) if interval else significant(scale * value)
+        return NONE
+    if interval is None:
+        return significant(scale * value)
+    low, high = interval if scale > 0 else (interval[1], interval[0])
+    return with_interval(value, low, high, scale)
 
 
 def _dead(results: Sequence[Result[Any]]) -> Iterator[str]:

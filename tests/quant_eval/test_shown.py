@@ -130,6 +130,14 @@ def test_the_accuracy_that_is_lost_comes_before_the_tasks():
     )
 
 
+def test_an_accuracy_that_is_gained_has_its_interval_turned_around_and_what_is_missing_a_dash():
+    gained = {"difference": -0.02, "items": 500, "intervals": {"difference": [-0.03, -0.01]}}
+    tasks = Tasks.model_validate({"tasks": {"piqa": gained}})
+    first, *_, row, _, _ = lines([result(tasks, "gptq-b3-g32")], 0)
+    assert first == "gptq-b3-g32 gains 2.0 [1.0, 3.0] percentage points of accuracy (500 items)"
+    assert row.split()[:4] == ["gptq-b3-g32", "piqa", "-", "-"]
+
+
 def test_outliers_are_a_row_each():
     figures = {
         "input_kurtosis": {"mean": 12.3, "interval": [11.0, 13.6], "max": 150.0, "linear": "q"},
