@@ -61,7 +61,7 @@ class Line(NamedTuple):
 
     @property
     def is_close(self) -> bool:
-        """Whether p is near the threshold, so that other seeds may well decide otherwise."""
+        """Holm's p is near the threshold: other seeds may well decide otherwise."""
         p = self.p_adjusted
         return p is not None and ALPHA / CLOSE <= p <= ALPHA * CLOSE
 

@@ -105,7 +105,7 @@ class Runs:
 
     @property
     def needs_dashes(self) -> bool:
-        """Whether some runs differ from others in their dashes alone."""
+        """Some runs differ from others in their dashes alone."""
         kinds = {(look.colour, look.shape, look.is_dashed) for look in self.looks.values()}
         return len({(colour, shape) for colour, shape, _ in kinds}) < len(kinds)
 

@@ -10,7 +10,7 @@ import pytest
 import vl_convert
 from matplotlib.figure import Figure as Picture
 
-from dynamics.figures.averages import DASHES, averages
+from dynamics.figures.averages import averages
 from study.figures.canvas import Canvas
 from study.figures.figure import Drawn, figures_of
 from study.figures.looks import DASHED, NOBODY, SOLID, STROKES, TRUNK, colours, runs_of
@@ -101,16 +101,24 @@ def test_panels_and_layers_that_share_a_scale_state_the_same_one(charts, channel
         assert len(scales_of(drawing, channel)) <= 1, name
 
 
-def test_averages_keep_their_dashes_beside_controls(charts):
-    compiled = vl_convert.vegalite_to_vega(json.dumps(charts.by_name["averages"].chart))
-    (scale,) = (each for each in compiled["scales"] if each["name"] == "strokeDash")
-    assert (scale["domain"], scale["range"]) == (["weights", "LAWA"], [SOLID, DASHES[0]])
-    compiled = vl_convert.vegalite_to_vega(json.dumps(charts.by_name["kl_divergence"].chart))
-    (scale,) = (each for each in compiled["scales"] if each["name"] == "strokeDash")
-    dashes = dict(zip(scale["domain"], scale["range"], strict=True))
+def scale_of(charts, figure: str, channel: str) -> dict[str, Any]:
+    """The ranges by name of the one scale that the renderer makes of a channel of a figure."""
+    compiled = vl_convert.vegalite_to_vega(json.dumps(charts.by_name[figure].chart))
+    (scale,) = (each for each in compiled["scales"] if each["name"] == channel)
+    return dict(zip(scale["domain"], scale["range"], strict=True))
+
+
+@pytest.mark.parametrize("figure", ["kl_divergence", "averages"])
+def test_controls_keep_their_dashes_in_every_figure(charts, figure):
+    dashes = scale_of(charts, figure, "strokeDash")
     looks = charts.canvas.runs.looks.values()
     assert dashes.pop(NOBODY) == SOLID, "keeps this legend apart from that of the colours"
     assert dashes == {look.label: DASHED if look.is_dashed else SOLID for look in looks}
+
+
+def test_averages_beside_dashed_controls_have_markers_of_their_own(charts):
+    assert scale_of(charts, "averages", "shape") == {"weights": "circle", "LAWA": "square"}
+    assert scale_of(charts, "averages", "strokeOpacity") == {"weights": 1, "LAWA": 1}
 
 
 def test_colour_is_the_factor_and_dashes_are_the_control(charts):

@@ -50,8 +50,8 @@ def test_tiny_has_a_step_for_everything_that_is_measured():
     kinds: dict[str, int] = {}
     for step in by_name.values():
         kinds[step.kind] = kinds.get(step.kind, 0) + 1
-    # 2 peaks with 4 seeds: 3 checkpoints and an average, 2 specs of each; as many controls, 1 and 1;
-    # the first seed's have curvature, and its annealed ones 5 methods and all along their steps;
+    # 2 peaks with 4 seeds: 3 checkpoints and an average, 1 spec of each; as many controls, 1 and 1;
+    # the ends have 2 more; the first seed's have curvature, its annealed ones all along their steps;
     # one plane through the ends
     assert kinds == {
         "corpus": 1,
@@ -60,10 +60,8 @@ def test_tiny_has_a_step_for_everything_that_is_measured():
         # averages are of the first seed
         "export": 8 * 3 + 8 * 1 + 2 + 2,
         "quantize": 8 * 3 + 8 * 1 + 2 + 2,
-        "methods": 8 * 4,
+        "methods": 8 * 2,
         "curvature": 2 * 3 + 2,
-        # from the checkpoint before, which the control has in its parent
-        "critical": 2 * 2 + 2,
         "blocks": 2,
         "step": 2,
         "slice": 2,
