@@ -113,7 +113,10 @@ class Ledger:
         """Return in words why a step whose command ended is not complete; None where it is."""
         missing = self.missing_outputs(step)
         if missing:
-            beyond = f": {remedy(step.kind)}" if step.kind == "train" else ""
+            outputs = self.outputs(step)
+            later = {*outputs[outputs.index(missing[0]) :]} - {*missing}
+            # A training that resumes from a later checkpoint never comes back to this one.
+            beyond = f": {remedy(step.kind)}" if step.kind == "train" and later else ""
             return f"it ended without {missing[0]}{beyond}"
         places = (self.directory / name for name in self.outputs(step))
         faults = (changed_record(path, step.kind) for path in places)

@@ -150,6 +150,9 @@ def test_what_a_command_leaves_damaged_is_not_complete(whole, study):
     (whole / step.outputs[0]).unlink()
     words = f"it ended without {step.outputs[0]}: restore it, or move it and the checkpoints after"
     assert str(ledger.fault(step)).startswith(words)
+    for later in step.outputs[1:]:
+        (whole / later).unlink()
+    assert ledger.fault(step) == f"it ended without {step.outputs[0]}", "it is where it resumes"
 
 
 def steps_with_files() -> list[Step]:
