@@ -10,6 +10,7 @@ DIGITS = 3  # significant, of an effect and of the ends of its interval, at most
 # Differences of losses are thousandths of a nat: shown as such, their unit has the power of ten.
 MILLI = 1000.0
 MILLINATS = "10^-3 nats/token"
+NONE = "-"  # what was not measured
 POWER = re.compile(r"(?<=\b10)\^([-\d]+)")
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from base.aligned import aligned, shortened, wrapped
-from base.quantities import MILLI, MILLINATS, significant, with_interval
+from base.quantities import MILLI, MILLINATS, NONE, significant, with_interval
 from base.statistics import INTERVAL_LEVEL
 from ckpt_tools.hf.comparing import ShownFigure
 from ckpt_tools.hf.measured import (
@@ -29,7 +29,6 @@ SQUARED = "nats/token per squared parameter"
 TRACE = ShownFigure("trace", SQUARED)
 INTERVALS = f"{INTERVAL_LEVEL:.0%} intervals"
 SHOWN_ROWS, SHOWN_FILES = 18, 4
-NONE = "-"
 
 
 def lines(results: Sequence[Result[Any]]) -> list[str]:
@@ -171,4 +170,4 @@ def _line(along: MeasuredLine) -> tuple[str, str, str]:
         "rises": f"no lower loss down to {high} times it",
         "crossing": f"between {low} and {high} times it",
     }
-    return curvature, "not resolved", crossing.get(critical.outcome or "", NONE)
+    return curvature, "not resolved", crossing[critical.outcome] if critical.outcome else NONE

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from base.aligned import aligned, shortened, wrapped
-from base.quantities import MILLI, MILLINATS, significant, with_interval
+from base.quantities import MILLI, MILLINATS, NONE, significant, with_interval
 from base.statistics import INTERVAL_LEVEL
 from ckpt_tools.hf.comparing import ShownFigure
 from ckpt_tools.hf.measured import Accuracy, Interval, Outliers, Quantization, Tasks
@@ -31,7 +31,6 @@ OUTLIERS = {
     "max_to_median": "largest over the median",
     "top_channels": "share of squares in 1% of channels",
 }
-NONE = "-"  # what was not measured
 SHOWN_ROWS = 18
 SHOWN_DEAD = 4  # linears that are named
 

@@ -214,8 +214,7 @@ def _forked(asker: socket.socket) -> int:
     if pid == 0:
         _run(arguments, environment, cwd, dict(zip(numbers, files, strict=True)), program, who)
     for file in files:
-        with suppress(OSError):  # of what a fork wrote; the descriptor is closed anyhow
-            os.close(file)
+        os.closerange(file, file + 1)  # raises nothing: an error is of what a fork wrote there
     return pid
 
 
@@ -376,7 +375,7 @@ def _take(files: dict[int, int]) -> None:
     os.closerange(0, FIRST_FREE)
     for number, file in moved.items():
         os.dup2(file, number)
-        os.close(file)
+        os.closerange(file, file + 1)
 
 
 if __name__ == "__main__":

@@ -111,11 +111,11 @@ def core_lines(steps: Sequence[Step], *, whole: bool = True) -> Iterator[str]:
     It is what the small models of the demo took, which a study corrects as it runs; `whole` is a
     table of core-hours by kind.
     """
-    by_demo = "what the demo's models took of a machine with two cores"
+    by_demo = "what the demo's models took of two cores"
     if not whole:
         minutes = sum(step.expected_seconds * step.slots for step in steps) / 60 / 2
         time = f"{minutes:.2g} minutes" if minutes < 100 else f"{minutes / 60:.2g} hours"
-        yield f"takes {time} of two cores (estimate: what the demo's models took of them)"
+        yield f"takes {time} of two cores (estimate: {by_demo})"
         return
     rows, total = [("steps", "", "core-hours")], 0.0
     for kind, alike in grouped(steps, lambda step: step.kind).items():

@@ -223,7 +223,7 @@ def write_page(path: Path, sections: Sequence[Section], **content: Any) -> None:
         key: chart for key, (section, figure) in figures.items() if (chart := section.chart(figure))
     }
     small = {key: _encoded(_small(figure.png)) for key, (_, figure) in figures.items()}
-    text = json.dumps(charts, allow_nan=False, separators=(",", ":"))
+    text = typeset(json.dumps(charts, allow_nan=False, separators=(",", ":")))
     text = text.replace("<", "\\u003c")  # no text can end the element that it is in
     scripts = (library(), SCRIPT) if charts else ()
     content |= {
@@ -242,7 +242,8 @@ def write_page(path: Path, sections: Sequence[Section], **content: Any) -> None:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        # Of text alone: scripts are markup, and their hashes are in the policy.
+        finalize=lambda value: typeset(value) if type(value) is str else value,
     )
     with replaced_file(path) as aside:
-        page = pages.get_template("report.html").render(content)
-        aside.write_text(typeset(page), encoding="utf-8")
+        aside.write_text(pages.get_template("report.html").render(content), encoding="utf-8")

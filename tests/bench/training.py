@@ -144,7 +144,9 @@ def save_seconds(
             directory.mkdir()
         dist.barrier()
         started_at = time.perf_counter()
-        snapshot = engine.snapshot(directory, weights_only=False)
+        snapshot = engine.snapshot(
+            directory, weights_only=False
+        )  # optimizer state too; loads nothing
         dist.barrier()
         stalls.append(time.perf_counter() - started_at)
         snapshot.write()

@@ -21,7 +21,7 @@ def load_and_save(run_dir: str, checkpoint: str, out: str) -> None:
 
     engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
     engine.load(Path(checkpoint))
-    snapshot = engine.snapshot(Path(out), weights_only=False)
+    snapshot = engine.snapshot(Path(out), weights_only=False)  # optimizer state too
     snapshot.write()
     snapshot.seal()
     engine.close()
