@@ -102,6 +102,15 @@ def made_once(
     return root / name
 
 
+@pytest.fixture(autouse=True)
+def umask_of_its_own():
+    """Restore the umask, which every command that is called in this process sets."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture
 def in_process(capsys):
     """Runs a command in this process; returns its exit code, and lines of stdout and of stderr."""

@@ -16,14 +16,6 @@ from tests.lacking import skip
 UMASKS = [0o000, 0o002, 0o022, 0o027, 0o077]
 
 
-@pytest.fixture(autouse=True)
-def umask():
-    """Undo what these tests change."""
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
-
-
 @pytest.fixture
 def group() -> str:
     return grp.getgrgid(os.getegid()).gr_name

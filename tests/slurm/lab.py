@@ -382,7 +382,7 @@ class Lab:
     def command(self, *arguments: str) -> str:
         """Return the output of a command with this cluster's SLURM_CONF.
 
-        Raises RuntimeError if it fails; its stderr is in log/commands.log.
+        Raises RuntimeError, with the end of its stderr, if it fails.
         """
         environment = os.environ | {"SLURM_CONF": str(self.conf)}
         # a daemon would hold a pipe open
@@ -390,9 +390,8 @@ class Lab:
             streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
             ended = subprocess.run(arguments, **streams, env=environment, timeout=HANG_SECONDS)
         if ended.returncode:
-            raise RuntimeError(
-                f"{' '.join(arguments)}: exit code {ended.returncode}; read {log.name}"
-            )
+            said = Path(log.name).read_text(errors="replace")[-2000:] + ended.stdout[-2000:]
+            raise RuntimeError(f"{' '.join(arguments)}: exit code {ended.returncode}\n{said}")
         return ended.stdout
 
     @property
