@@ -208,14 +208,12 @@ def _origin(path: Path) -> str | None:
 
 def _library_files() -> dict[str, Path]:
     """Return the files of torch's libraries that this process has loaded."""
-    # The sixth field of a mapping is its file; anonymous memory has none.
-    fields = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    loaded = {Path(field[5]) for field in fields if len(field) == 6}
+    # The sixth field of a mapping is its file. There are thousands, and every result asks.
+    lines = Path("/proc/self/maps").read_text().splitlines()
     return {
-        library: path
+        library: Path(line.split(maxsplit=5)[5])
         for library, (stem, _, _) in LIBRARIES.items()
-        for path in sorted(loaded)
-        if path.name.startswith(f"{stem}.so")
+        for line in sorted(line for line in lines if f"/{stem}.so" in line)
     }
 
 

@@ -26,14 +26,13 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
-import traceback
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+from base.forks import run_and_leave
 
 PLACE = "QUANTDYN_TEST_INTERPRETER"  # variable: the directory of the program of all workers
 FIRST_FREE = 500  # files of the fork are collected above this number
@@ -212,7 +211,8 @@ def _forked(asker: socket.socket) -> int:
     who, _, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     pid = os.fork()
     if pid == 0:
-        _run(arguments, environment, cwd, dict(zip(numbers, files, strict=True)), program, who)
+        taken = dict(zip(numbers, files, strict=True))
+        run_and_leave(lambda: _run(arguments, environment, cwd, taken, program, who))
     for file in files:
         os.closerange(file, file + 1)  # raises nothing: an error is of what a fork wrote there
     return pid
@@ -231,52 +231,38 @@ def _run(
     program: str,
     who: int,
 ) -> None:
-    """Become, in the fork, the program of the arguments; never return."""
-    code = 1
+    """Become, in the fork, the program of the arguments."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     try:
-        os.setsid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        try:
-            limits = Path(f"/proc/{who}/limits").read_text()
-            status = Path(f"/proc/{who}/status").read_text()
-            _enter_namespaces(who)
-            _become_user(status)
-        except (FileNotFoundError, ProcessLookupError):  # it was killed a moment after it asked
-            os._exit(1)
-        _take_limit(limits)
-        _take(files)
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(cwd)
-        paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-        sys.path[:0] = [cwd, *paths]
-        sys.argv, sys.executable = arguments[1:], program
-        unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115  for as long as the process lives
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(  # type: ignore[union-attr]
-                line_buffering=stream is sys.stderr or stream.isatty(), write_through=unbuffered
-            )
-        _set_what_is_read_at_import(environment, program)
-        atexit._clear()
-        if arguments[0] == "-m":
-            code = _exit_code(lambda: runpy.run_module(sys.argv[0], None, "__main__", True))
-        else:
-            main = sys.modules["__main__"] = ModuleType("__main__")
-            written, sys.argv[0] = sys.argv[0], "-c"
-            code = _exit_code(lambda: exec(written, main.__dict__))
-    except BaseException:  # noqa: BLE001  whatever it is, as the interpreter does
-        traceback.print_exc()
-    finally:
-        with suppress(BaseException):
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        if code == -signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        os._exit(code)
+        limits = Path(f"/proc/{who}/limits").read_text()
+        status = Path(f"/proc/{who}/status").read_text()
+        _enter_namespaces(who)
+        _become_user(status)
+    except (FileNotFoundError, ProcessLookupError):  # it was killed a moment after it asked
+        os._exit(1)
+    _take_limit(limits)
+    _take(files)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [cwd, *paths]
+    sys.argv, sys.executable = arguments[1:], program
+    unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  for as long as the process lives
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(  # type: ignore[union-attr]
+            line_buffering=stream is sys.stderr or stream.isatty(), write_through=unbuffered
+        )
+    _set_what_is_read_at_import(environment, program)
+    atexit._clear()
+    if arguments[0] == "-m":
+        runpy.run_module(sys.argv[0], None, "__main__", True)
+    else:
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        written, sys.argv[0] = sys.argv[0], "-c"
+        exec(written, main.__dict__)
 
 
 def _set_what_is_read_at_import(environment: dict[str, str], program: str) -> None:
@@ -287,24 +273,6 @@ def _set_what_is_read_at_import(environment: dict[str, str], program: str) -> No
     multiprocessing.set_executable(program)
     torch._dynamo.config.disable = environment.get("TORCHDYNAMO_DISABLE") == "1"
     huggingface_hub.constants.HF_HUB_OFFLINE = environment.get("HF_HUB_OFFLINE") == "1"
-
-
-def _exit_code(program: Callable[[], object]) -> int:
-    """Run a program and return what the interpreter would end with."""
-    try:
-        program()
-    except SystemExit as ended:
-        if ended.code is None or isinstance(ended.code, int):
-            return (ended.code or 0) & 255
-        print(ended.code, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        traceback.print_exc()
-        return -signal.SIGINT
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
-        return 1
-    return 0
 
 
 def _enter_namespaces(who: int) -> None:

@@ -110,7 +110,7 @@ def test_the_table_was_read_for_the_version_that_is_installed(library):
 
 
 def test_every_library_of_the_table_has_its_version_there():
-    modules = {use.owner.partition(".")[0] for use in USES}
+    modules = {use.owner.partition(".")[0] for use in USES} - sys.stdlib_module_names
     assert {DISTRIBUTIONS.get(module, module) for module in modules} == READ_FOR.keys()
 
 
@@ -120,8 +120,8 @@ def test_no_name_has_gone(use):
 
 
 def is_there(owner: str, name: str) -> bool:
-    """Return whether a module or class has a name: torch as it is, all by their sources."""
-    if owner.partition(".")[0] == "torch":
+    """Return whether a module or class has a name; but for torch and Python, by its source."""
+    if owner.partition(".")[0] in {"torch", *sys.stdlib_module_names}:
         return hasattr(resolve_name(owner), name) or name in members(owner)
     return name in members(owner)
 

@@ -238,4 +238,7 @@ USES = (
         ("_loglikelihood_tokens",),
         "overridden: shares requests among ranks",
     ),
+    # the interpreter, any version
+    Use("base/forks.py", "threading", ("_shutdown",), "awaits threads before a fork leaves"),
+    Use("base/forks.py", "atexit", ("_run_exitfuncs",), "runs what is registered before it leaves"),
 )

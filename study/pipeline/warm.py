@@ -16,9 +16,11 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 
 from base.cli import quick_imports
 from base.environment import software
+from base.forks import run_and_leave
 from study.content import modules
 from study.pipeline.supervise import supervise
 from study.tracking.store import import_mlflow
@@ -94,7 +96,8 @@ def main() -> None:
     _close(files)
     _, _, module, *arguments = json.loads(request)
     sys.argv[1:] = arguments
-    supervise(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+    program = partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
+    supervise(lambda: run_and_leave(program))
 
 
 if __name__ == "__main__":
