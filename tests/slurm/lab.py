@@ -131,7 +131,7 @@ DATABASE = """
     --no-defaults --user=root --skip-networking --skip-name-resolve
     --innodb-buffer-pool-size=16M --innodb-log-file-size=4M --innodb-autoextend-increment=1
     --innodb-flush-method=nosync --skip-innodb-doublewrite --sync-frm=0
-    --innodb-lock-wait-timeout=900
+    --innodb-lock-wait-timeout=900 --skip-innodb-use-native-aio
 """
 ACCOUNTS = """\
 Cluster - 'lab'
