@@ -219,16 +219,15 @@ def _formula(observations: Observations, model: LogLinear) -> Verdict:
         assert ratio, "there are four trainings or more"
         ratios[name] = ratio
     # A baseline that predicts better comes first, then the one of the largest p-value.
-    weakest = max(ratios.values(), key=lambda ratio: (ratio.value < 1, ratio.p_value))
-    scores = {name: score(observations, MODELS[name]) for name in BASELINES}
+    nearest = max(ratios, key=lambda name: (ratios[name].value < 1, ratios[name].p_value))
+    weakest = ratios[nearest]
     scored = score(observations, model)
-    others = ", ".join(
-        f"{scores_of.median_factor:.3g} by {name}" for name, scores_of in scores.items()
-    )
-    effect = f"median factor {scored.median_factor:.3g}, {others}; p {weakest.p_value:.2g}"
+    factors = {name: score(observations, MODELS[name]).median_factor for name in BASELINES}
+    effect = f"median factor {scored.median_factor:.3g}, {factors[nearest]:.3g} by {nearest}"
+    others = ", ".join(f"{factor:.3g} by {name}" for name, factor in factors.items())
     words = (
-        f"KL divergence of held-out trainings is off by a {effect} of the weakest comparison; R"
-        f" squared {scored.r_squared:.2f}; by all trainings {slopes_text(observations)}, theory 1,"
-        " 1 and 0"
+        f"KL divergence of held-out trainings is off by a median factor {scored.median_factor:.3g},"
+        f" {others}; p {weakest.p_value:.2g} of the comparison with {nearest}; R squared"
+        f" {scored.r_squared:.2f}; by all trainings {slopes_text(observations)}, theory 1, 1 and 0"
     )
     return _judged_by(math.log(weakest.value), weakest.p_value, effect, words)

@@ -63,7 +63,8 @@ def test_the_gallery_shows_every_picture_once_with_the_command_that_makes_it():
     shown = PICTURE.findall(gallery)
     files = [(PROJECT / "docs" / path).resolve() for _, path in shown]
     stored = [path for path in (PROJECT / "docs/pictures").rglob("*") if path.is_file()]
-    assert sorted(files) == sorted([*stored, PROJECT / "study/demo.png"])
+    studies = [PROJECT / f"docs/results/{name}/kl_divergence.png" for name in ("tiny", "tiny-long")]
+    assert sorted(files) == sorted([*stored, *studies])
     assert all(len(words.split()) >= 5 for words, _ in shown)
     for section in gallery.split("\n## ")[1:]:
         assert COMMAND.findall(section), section.partition("\n")[0]
