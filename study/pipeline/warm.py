@@ -97,7 +97,7 @@ def main() -> None:
     _, _, module, *arguments = json.loads(request)
     sys.argv[1:] = arguments
     program = partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
-    supervise(lambda: run_and_leave(program))
+    run_and_leave(lambda: supervise(lambda: run_and_leave(program)))  # both are forks
 
 
 if __name__ == "__main__":
