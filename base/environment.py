@@ -211,9 +211,10 @@ def _library_files() -> dict[str, Path]:
     # The sixth field of a mapping is its file. There are thousands, and every result asks.
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {
-        library: Path(line.split(maxsplit=5)[5])
+        library: Path(path)
         for library, (stem, _, _) in LIBRARIES.items()
-        for line in sorted(line for line in lines if f"/{stem}.so" in line)
+        # By path, since addresses are by chance: of two, the same one is taken each time.
+        for path in sorted(line.split(maxsplit=5)[5] for line in lines if f"/{stem}.so" in line)
     }
 
 
